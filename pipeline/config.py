@@ -1,0 +1,177 @@
+"""Typed configuration: defaults, then a TOML file, then the environment (`HEADRACE__GATEWAY__PORT=8080`).
+
+Unknown names are errors, and every error names its place: ``$.gateway.port``.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from pipeline.errors import OperatorError
+
+ENV_PREFIX: Final = "HEADRACE__"
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+"""A TCP port. 0 lets `headrace up` choose a free one."""
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+Ratio = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+
+class Nats(_Section):
+    """The broker. `monitor_port` is the HTTP monitor of the server that `headrace up` starts."""
+
+    url: str = "nats://127.0.0.1:4222"
+    connect_timeout_s: PositiveFloat = 5.0
+    monitor_port: Port = 8222
+
+
+class Gateway(_Section):
+    """The HTTP front door."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    body_bytes_max: Positive = 900_000
+    in_flight_max: Positive = 2048
+    timeout_s: PositiveFloat = 60.0
+    default_creator: str = "default"
+
+
+class Requests(_Section):
+    """The contract of the REQUESTS streams; must agree with `configs/jetstream`."""
+
+    shards: Positive = 16
+    timeout_max_s: Mapping[str, PositiveFloat] = msgspec.field(
+        default_factory=lambda: {"interactive": 60.0, "batch": 600.0}
+    )
+    default_max_tokens: Positive | None = None
+    """Reply tokens where the client sets none. Unset: the rest of the context, as in vLLM, and all of it is reserved."""
+    reply_subjects: tuple[str, ...] = ("_INBOX.>", "replies.>")
+    """A worker publishes replies only here: it must not be told to publish to `$JS.API…`."""
+    salt_scope: Literal["creator", "none"] = "creator"
+    """Who may share cached prefixes."""
+
+
+class Model(_Section):
+    """What is served. `source` is `smollm2` (the packaged SmolLM2-135M-Instruct), a local HF folder, or a hub id."""
+
+    source: str = "smollm2"
+    served_name: str = "smollm2-135m-instruct"
+    max_model_len: Positive = 4096
+    dtype: Literal["bfloat16", "float32", "float16", "auto"] = "bfloat16"
+
+
+class Engine(_Section):
+    """One role's engine. `extra` holds further `AsyncEngineArgs`, passed as they are."""
+
+    slots: Positive = 4
+    """Prefill: requests worked on at a time. Decode: sequences (`max_num_seqs`)."""
+    kv_cache_bytes: Positive = 512 * 1024 * 1024
+    max_num_batched_tokens: Positive = 512
+    """Chunked prefill: tokens of one engine step."""
+    threads: Positive = 1
+    """OMP threads of the engine's worker process, on CPU."""
+    extra: Mapping[str, Any] = {}
+
+
+class LMCache(_Section):
+    """The KV store of a host, through which prefill hands over to decode."""
+
+    host: str = "127.0.0.1"
+    port: Port = 5655
+    http_port: Port = 5656
+    l1_bytes: Positive = 1024 * 1024 * 1024
+    chunk_size: Positive = 32
+    """Tokens of a chunk: a multiple of the block size. Only full chunks travel."""
+    block_size: Positive = 32
+    """Tokens of a vLLM KV block. CPU attention wants multiples of 32."""
+    timeout_s: PositiveFloat = 20.0
+    shm_name: str = "headrace"
+    """Shared memory segment between server and engines; empty: through sockets, 5 to 40 times slower."""
+
+
+class Simulated(_Section):
+    """The timing of the simulated engine. All rates are of one engine."""
+
+    seed: int = 1
+    prefill_tokens_per_s: PositiveFloat = 100_000.0
+    prefill_overhead_s: Annotated[float, msgspec.Meta(ge=0)] = 0.002
+    step_s: PositiveFloat = 0.004
+    """One decode step of an empty batch."""
+    step_per_sequence_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0001
+    kv_blocks: Positive = 4096
+    lmcache_blocks: Positive = 65_536
+    lmcache_blocks_per_s: PositiveFloat = 20_000.0
+    failure_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    """Share of prefills and decodes that fail."""
+
+
+class Up(_Section):
+    """The fleet that `headrace up` starts on this machine."""
+
+    prefill: Positive = 1
+    decode: Positive = 1
+    state_dir: str = "~/.cache/headrace"
+    """The prepared model, and per run: logs, the broker's files."""
+    start_timeout_s: PositiveFloat = 240.0
+    drain_s: PositiveFloat = 20.0
+
+
+class Config(_Section):
+    """The whole file."""
+
+    engine: Literal["vllm", "simulated"] = "vllm"
+    nats: Nats = Nats()
+    gateway: Gateway = Gateway()
+    requests: Requests = Requests()
+    model: Model = Model()
+    prefill: Engine = Engine()
+    decode: Engine = Engine(slots=16)
+    lmcache: LMCache = LMCache()
+    simulated: Simulated = Simulated()
+    up: Up = Up()
+
+
+def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
+    """The configuration of `path` (defaults alone where it is None) under the environment's overlay.
+
+    Raises `OperatorError` naming the file and the place in it.
+    """
+    tree = _read(path) if path else {}
+    where = str(path) if path else "the environment"
+    _overlay(tree, os.environ if environ is None else environ)
+    try:
+        return msgspec.convert(tree, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise OperatorError(f"Configuration in {where}: {error}.", "Correct that entry.") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise OperatorError(f"Cannot read configuration {path}: {error.strerror}.", "Give an existing file with --config.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OperatorError(f"Configuration {path} is not TOML: {error}.", "Correct it there.") from None
+
+
+def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Write `HEADRACE__A__B=value` into `tree["a"]["b"]`. A later conversion turns strings into what the field wants."""
+    for name, value in sorted(environ.items()):
+        if not name.startswith(ENV_PREFIX):
+            continue
+        *tables, leaf = name[len(ENV_PREFIX) :].lower().split("__")
+        at = tree
+        for table in tables:
+            at = at.setdefault(table, {})
+            if not isinstance(at, dict):
+                raise OperatorError(f"Environment variable {name} names a table where the file has a value.", "Unset it.")
+        at[leaf] = value

@@ -1,0 +1,69 @@
+"""Every bound of the pipeline, with its reason. A bound that operators tune is in `config.py`; these hold the design together."""
+
+from typing import Final
+
+ACK_WAIT_S: Final = 1.0
+"""Lease of a delivered message, as in `configs/jetstream`. A dead worker's message comes back this long after its last `+WPI`."""
+
+LEASE_PERIOD_S: Final = 0.3
+"""A holder renews three times within `ACK_WAIT_S`: two renewals may be lost."""
+
+LEASE_SILENT_MAX_S: Final = 0.8 * ACK_WAIT_S
+"""A holder whom the broker has not answered for this long fences itself: its message may already be with another."""
+
+REPEAT_PERIOD_S: Final = 0.2
+"""Claims and asks are repeated with the same id until answered: a lost message costs one period."""
+
+ASK_SILENT_MAX_S: Final = 0.6
+"""Three periods without a repeat: the asker is dead; its ask is dropped and its grant expires."""
+
+SECOND_ASK_AFTER_S: Final = 0.1
+"""An ask that has waited this long tries a second decode worker: half an interactive first token is already gone."""
+
+ASKS_WAITING_MAX: Final = 256
+"""Asks a decode worker keeps waiting. Above it, refuse: 256 × 10 ms of service is past any interactive deadline."""
+
+RESERVE_RATIO: Final = 0.10
+"""Share of a decode worker's blocks never granted: the source article's threshold for not dispatching."""
+
+PRESENCE_PERIOD_S: Final = 0.2
+"""Every process says this often that it lives, and how it is."""
+
+PRESENCE_SILENT_MAX_S: Final = 0.8
+"""Four periods without a word: not offered work. (An accusation needs more: see `claims.py`.)"""
+
+SURPLUS_HOLD_S: Final = 0.02
+"""A message delivered beyond the free slots waits this long for one before it is given back."""
+
+SURPLUS_PAUSE_S: Final = 0.1
+"""A shard that brought a surplus message is not topped up for this long, so that backlog alone costs no deliveries."""
+
+SPILL_LOAD: Final = 0.85
+"""Load above which a worker stops offering slots: the source article's threshold."""
+
+PULL_RANK_MAX: Final = 9
+"""NATS knows the priorities 0 to 9; ranks beyond share the last."""
+
+TOMBSTONES_MAX: Final = 4096
+"""Cancelled request ids a worker remembers: at 1,000 req/s and 1 % cancels, several minutes of them."""
+
+CREATOR_TOKEN_BYTES_MAX: Final = 64
+"""A longer id becomes its hash: subjects stay short, and NATS advises at most 256 bytes in all."""
+
+REQUEST_ID_BYTES_MAX: Final = 128
+"""Request ids are one subject token and a log field."""
+
+MESSAGE_BYTES_MAX: Final = 1_000_000
+"""Payload and headers of one NATS message. The server's own limit is 1 MiB, and passing it closes the connection for good."""
+
+REPLY_TOKENS_UNREPORTED_MAX: Final = 65_536
+"""Tokens of one reply that a worker keeps until the receiver has the whole: no context we serve is longer."""
+
+HANDOFF_TIMEOUT_S: Final = 1.0
+"""An unanswered handoff is repeated under the same grant after this long: accepting is idempotent."""
+
+DELIVERIES_MAX: Final = 1000
+"""`max_deliver` of the consumers. Deliveries are not failures: a pull that dies with its worker counts as one."""
+
+DRAIN_S: Final = 20.0
+"""A worker that is told to stop gives its running requests this long, then lets go of them."""

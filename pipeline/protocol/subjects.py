@@ -1,0 +1,154 @@
+"""The grammar of our NATS subjects: lower-case, broad to narrow, and every foreign id is exactly one token.
+
+A foreign id (a creator, a conversation, a request id) may be any Unicode string. `token()` maps it to one subject token
+injectively: `[A-Za-z0-9_-]` stay, every other byte becomes `=XX`, and what would be too long becomes `=h` and a hash, so
+that no id can widen a subject, hit another's, or name a wildcard.
+
+    requests.in.<class>.<affinity>.<creator>          what producers and gateways publish
+    requests.shard.<n>.<class>.<affinity>.<creator>   what the stream stores: n = partition(affinity)
+    credit.<decode>   handoff.<decode>   holder.<worker>   control.cancel.<request>
+    presence.<role>.<id>   dlq.<reason>.<class>
+"""
+
+import base64
+import hashlib
+from typing import Final
+
+import msgspec
+
+from pipeline.errors import InvalidField
+from pipeline.limits import CREATOR_TOKEN_BYTES_MAX
+
+CLASSES: Final = ("interactive", "batch")
+"""Request classes, most urgent first. Each has a stream of its own."""
+
+_PLAIN: Final = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+_TOKEN: Final = _PLAIN | frozenset(b"=~")
+
+
+def token(foreign: str) -> str:
+    """`foreign` as one subject token. Raises `InvalidField` where it is empty."""
+    raw = foreign.encode("utf-8", "surrogatepass")
+    if not raw:
+        raise InvalidField("An id in a subject must not be empty.")
+    out = "".join(chr(byte) if byte in _PLAIN else f"={byte:02X}" for byte in raw)
+    if len(out) <= CREATOR_TOKEN_BYTES_MAX:
+        return out
+    digest = base64.b32encode(hashlib.sha256(raw).digest()).decode().rstrip("=").lower()
+    return f"=h{digest}"
+
+
+def is_token(text: str) -> bool:
+    """Whether `text` may stand as one token of a request's subject (`~` marks a spread affinity)."""
+    return 0 < len(text) <= CREATOR_TOKEN_BYTES_MAX and all(byte in _TOKEN for byte in text.encode())
+
+
+def partition(affinity: str, shards: int) -> int:
+    """The shard of an affinity token: 32-bit FNV-1a mod `shards`, the same function as NATS's `partition()`."""
+    value = 0x811C9DC5
+    for byte in affinity.encode():
+        value = ((value ^ byte) * 0x01000193) & 0xFFFFFFFF
+    return value % shards
+
+
+class Shard(msgspec.Struct, frozen=True, order=True):
+    """One of the static queues: a class and a number. `stream` and `consumer` are its JetStream names."""
+
+    klass: str
+    number: int
+
+    @property
+    def stream(self) -> str:
+        """The stream that holds this class's requests."""
+        return f"REQUESTS_{self.klass}"
+
+    @property
+    def consumer(self) -> str:
+        """The durable consumer of this shard."""
+        return f"s{self.number}"
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What the subject of a stored request says."""
+
+    shard: Shard
+    affinity: str
+    creator: str
+
+
+def request_in(klass: str, affinity: str, creator: str) -> str:
+    """Where a request of this class is published. `affinity` and `creator` are tokens already."""
+    return f"requests.in.{klass}.{affinity}.{creator}"
+
+
+def parse_stored(subject: str) -> Stored:
+    """Read `requests.shard.<n>.<class>.<affinity>.<creator>`. Raises `InvalidField` for any other subject."""
+    parts = subject.split(".")
+    if len(parts) != 6 or parts[:2] != ["requests", "shard"] or not parts[2].isdigit() or parts[3] not in CLASSES:
+        raise InvalidField(f"Subject {subject!r} is not requests.shard.<n>.<class>.<affinity>.<creator>.")
+    return Stored(Shard(parts[3], int(parts[2])), parts[4], parts[5])
+
+
+class AckSubject(msgspec.Struct, frozen=True):
+    """What `$JS.ACK.…` of a delivery says. `stored_at_s` is the broker's clock (Unix seconds); `pending` is the shard's backlog behind it."""
+
+    stream: str
+    consumer: str
+    delivered: int
+    sequence: int
+    stored_at_s: float
+    pending: int
+
+
+def parse_ack(subject: str) -> AckSubject:
+    """Read a version 1 ack subject, `$JS.ACK.<stream>.<consumer>.<delivered>.<sseq>.<cseq>.<ns>.<pending>`.
+
+    Raises `InvalidField` for any other form: the server's `js_ack_fc_v2` must stay off.
+    """
+    parts = subject.split(".")
+    if len(parts) != 9 or parts[:2] != ["$JS", "ACK"] or not all(part.isdigit() for part in parts[4:]):
+        raise InvalidField(f"Ack subject {subject!r} is not version 1: set js_ack_fc_v2 to false on the server.")
+    return AckSubject(parts[2], parts[3], int(parts[4]), int(parts[5]), int(parts[7]) / 1e9, int(parts[8]))
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Whether `subject` falls under `pattern` (`*` one token, a last `>` one or more). No wildcard may stand in `subject`."""
+    want, have = pattern.split("."), subject.split(".")
+    if not all(have) or any(part in ("*", ">") for part in have):
+        return False
+    for at, part in enumerate(want):
+        if part == ">":
+            return len(have) > at
+        if at >= len(have) or part not in ("*", have[at]):
+            return False
+    return len(want) == len(have)
+
+
+def credit(decode: str) -> str:
+    """Where a decode worker takes asks and returns."""
+    return f"credit.{decode}"
+
+
+def handoff(decode: str) -> str:
+    """Where a decode worker takes completion events."""
+    return f"handoff.{decode}"
+
+
+def holder(worker: str) -> str:
+    """Where receivers talk to the holder of a claim."""
+    return f"holder.{worker}"
+
+
+def cancel(request: str) -> str:
+    """Where a request is cancelled, wherever it is."""
+    return f"control.cancel.{token(request)}"
+
+
+def presence(role: str, process: str) -> str:
+    """Where a process says that it lives."""
+    return f"presence.{role}.{process}"
+
+
+def dead_letter(reason: str, klass: str) -> str:
+    """Where a request that will not be tried again is kept."""
+    return f"dlq.{reason}.{klass}"

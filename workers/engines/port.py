@@ -1,0 +1,104 @@
+"""What the two loops know of an engine. Everything model-specific hides behind this.
+
+An engine computes; it decides nothing. It is asked to prefill (read the prompt, leave its KV where any decode worker can load it)
+or to decode (load or recompute that KV, then generate). Two engines implement it: `vllm.py`, the real one, and
+`simulated.py`, which has no model and models only time, caches and failures.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine is, fixed once it has started.
+
+    `kv_blocks` blocks of `block_size` tokens can be held by requests (vLLM's null block is not among them). Only full chunks of
+    `chunk_size` tokens travel through LMCache. `fingerprint` is hex over all that changes KV bytes (weights, dtype, block
+    size, ISA, versions): two engines may exchange KV only where it is equal.
+    """
+
+    model: str
+    max_model_len: int
+    block_size: int
+    chunk_size: int
+    kv_blocks: int
+    fingerprint: str
+
+
+class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt's KV is computed and stored. `cached_tokens` were found in HBM or LMCache, not computed.
+
+    `generated_tokens` is what the engine made on the way, always 1 and thrown away: decode samples it anew.
+    """
+
+    cached_tokens: int
+    generated_tokens: int
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine step added to a reply.
+
+    `token_ids` are new tokens; `text` is what they add, which is empty while a character or a stop string is incomplete.
+    `cached_tokens` of the prompt were loaded, not computed. `finish_reason` is set in the last step, which may have no tokens.
+    """
+
+    token_ids: Sequence[int]
+    text: str
+    cached_tokens: int
+    finish_reason: FinishReason | None = None
+
+
+class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's own view, as of its last step: for metrics and for reconciling the ledger."""
+
+    running: int
+    waiting: int
+    kv_usage_ratio: float
+    preemptions: int
+
+
+class Engine(Protocol):
+    """One engine in this process. Keys are unique per attempt; prompts are token ids; salts are hex."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid once `start` has returned."""
+
+    async def start(self) -> None:
+        """Load the model and make ready. Raises `OperatorError` where the set-up cannot work."""
+
+    async def warm_up(self) -> None:
+        """Compute something small, so that the first request is not the slow one."""
+
+    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+        """The chat's template applied and tokenised, once. `chat` is the request as sent.
+
+        Raises `RequestError` where the template or the messages do not fit.
+        """
+
+    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+        """Compute the prompt's KV with `max_tokens=1`. Returns when the KV is stored and any decode worker can load it.
+
+        Raises `EngineFailed`, or `EngineDead` where the process must be restarted. Cancelling it aborts it.
+        """
+
+    def decode(
+        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+    ) -> AsyncIterator[Step]:
+        """Generate up to `max_tokens` after the prompt, under the sampling parameters of `chat`.
+
+        Raises as `prefill`. Closing the iterator aborts the request.
+        """
+
+    async def check(self) -> None:
+        """Raises `EngineDead` where the engine cannot go on."""
+
+    def usage(self) -> EngineUsage:
+        """What the engine last said of itself."""
+
+    async def close(self) -> None:
+        """End the engine and every process it has started."""
