@@ -26,7 +26,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A table of the file."""
 
 
-class Nats(_Section):
+class Nats(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The broker. `monitor_port` is the HTTP monitor of the server that `headrace up` starts."""
 
     url: str = "nats://127.0.0.1:4222"
@@ -34,7 +34,7 @@ class Nats(_Section):
     monitor_port: Port = 8222
 
 
-class Gateway(_Section):
+class Gateway(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The HTTP front door."""
 
     host: str = "127.0.0.1"
@@ -45,7 +45,7 @@ class Gateway(_Section):
     default_creator: str = "default"
 
 
-class Requests(_Section):
+class Requests(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contract of the REQUESTS streams; must agree with `configs/jetstream`."""
 
     shards: Positive = 16
@@ -60,7 +60,7 @@ class Requests(_Section):
     """Who may share cached prefixes."""
 
 
-class Model(_Section):
+class Model(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is served. `source` is `smollm2` (the packaged SmolLM2-135M-Instruct), a local HF folder, or a hub id."""
 
     source: str = "smollm2"
@@ -69,7 +69,7 @@ class Model(_Section):
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = "bfloat16"
 
 
-class Engine(_Section):
+class Engine(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One role's engine. `extra` holds further `AsyncEngineArgs`, passed as they are."""
 
     slots: Positive = 4
@@ -82,7 +82,7 @@ class Engine(_Section):
     extra: Mapping[str, Any] = {}
 
 
-class LMCache(_Section):
+class LMCache(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store of a host, through which prefill hands over to decode."""
 
     host: str = "127.0.0.1"
@@ -98,7 +98,7 @@ class LMCache(_Section):
     """Shared memory segment between server and engines; empty: through sockets, 5 to 40 times slower."""
 
 
-class Simulated(_Section):
+class Simulated(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The timing of the simulated engine. All rates are of one engine."""
 
     seed: int = 1
@@ -114,7 +114,7 @@ class Simulated(_Section):
     """Share of prefills and decodes that fail."""
 
 
-class Up(_Section):
+class Up(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fleet that `headrace up` starts on this machine."""
 
     prefill: Positive = 1
@@ -125,7 +125,7 @@ class Up(_Section):
     drain_s: PositiveFloat = 20.0
 
 
-class Config(_Section):
+class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole file."""
 
     engine: Literal["vllm", "simulated"] = "vllm"
@@ -158,7 +158,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise OperatorError(f"Cannot read configuration {path}: {error.strerror}.", "Give an existing file with --config.") from None
+        raise OperatorError(
+            f"Cannot read configuration {path}: {error.strerror}.", "Give an existing file with --config."
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OperatorError(f"Configuration {path} is not TOML: {error}.", "Correct it there.") from None
 
@@ -173,5 +175,7 @@ def _overlay(tree: dict[str, Any], environ: Mapping[str, str]) -> None:
         for table in tables:
             at = at.setdefault(table, {})
             if not isinstance(at, dict):
-                raise OperatorError(f"Environment variable {name} names a table where the file has a value.", "Unset it.")
+                raise OperatorError(
+                    f"Environment variable {name} names a table where the file has a value.", "Unset it."
+                )
         at[leaf] = value

@@ -163,5 +163,3 @@ class OperatorError(HeadraceError):
         super().__init__(f"{problem} {remedy}")
         self.problem = problem
         self.remedy = remedy
-
-

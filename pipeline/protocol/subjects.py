@@ -90,7 +90,10 @@ def parse_stored(subject: str) -> Stored:
 
 
 class AckSubject(msgspec.Struct, frozen=True):
-    """What `$JS.ACK.…` of a delivery says. `stored_at_s` is the broker's clock (Unix seconds); `pending` is the shard's backlog behind it."""
+    """What `$JS.ACK.…` of a delivery says.
+
+    `stored_at_s` is the broker's clock (Unix seconds); `pending` is the shard's backlog behind this message.
+    """
 
     stream: str
     consumer: str
