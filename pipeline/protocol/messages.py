@@ -4,7 +4,8 @@ Between our own processes everything is msgpack. A producer may write its reques
 `encoding_of` tells the two apart by the first byte. Token ids travel as raw little-endian u32 (`pack_ids`), in JSON as a list.
 
 A **request** is one flat map: OpenAI's chat fields, and beside them a few of ours (`id`, `reply_to`, `claim_at`,
-`timeout_ms`). We type what we act on; every other field stays in the map and reaches the engine's own request class, which knows what it means.
+`timeout_ms`). We type what we act on; every other field stays in the map and reaches the engine's own request class, which
+knows what it means.
 """
 
 import math

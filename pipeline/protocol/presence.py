@@ -1,0 +1,46 @@
+"""Who lives, as one process sees it: the last word of every other process, and when it came.
+
+A process says that it lives every `PRESENCE_PERIOD_S`. It counts as live until `PRESENCE_SILENT_MAX_S` without a word. A newer
+epoch replaces an older one at once; a word of an older epoch than the one known is a late message and changes nothing.
+"""
+
+from collections.abc import Iterator
+
+from pipeline.limits import PRESENCE_SILENT_MAX_S
+from pipeline.protocol.messages import Presence
+
+
+class Presences:
+    """The last presence of each process, by role and id. Bounded by what really runs: the silent are forgotten."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], tuple[Presence, float]] = {}
+
+    def heard(self, presence: Presence, now_s: float) -> None:
+        """A process has said that it lives. Epochs order as text: they begin with their start time."""
+        key = (presence.role, presence.id)
+        known = self._seen.get(key)
+        if known is None or presence.epoch >= known[0].epoch:
+            self._seen[key] = (presence, now_s)
+
+    def live(self, role: str, now_s: float) -> list[Presence]:
+        """The live processes of a role, by id."""
+        return sorted(self._live(role, now_s), key=lambda presence: presence.id)
+
+    def ready(self, role: str, now_s: float) -> list[Presence]:
+        """Those of them that take work: warmed up, and not draining."""
+        return [presence for presence in self.live(role, now_s) if presence.ready and not presence.draining]
+
+    def get(self, role: str, process: str, now_s: float) -> Presence | None:
+        """The presence of one process, while it lives."""
+        known = self._seen.get((role, process))
+        return known[0] if known and now_s - known[1] <= PRESENCE_SILENT_MAX_S else None
+
+    def forget_silent(self, now_s: float, after_s: float = 60.0) -> None:
+        """Drop what has been silent so long that nobody asks for it any more."""
+        self._seen = {key: known for key, known in self._seen.items() if now_s - known[1] <= after_s}
+
+    def _live(self, role: str, now_s: float) -> Iterator[Presence]:
+        for (of_role, _), (presence, at_s) in self._seen.items():
+            if of_role == role and now_s - at_s <= PRESENCE_SILENT_MAX_S:
+                yield presence
