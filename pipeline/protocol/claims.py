@@ -1,0 +1,95 @@
+"""Who may work on a request, and speak for it.
+
+JetStream promises at-least-once, not mutual exclusion: a first holder's `+WPI`, NAK and ack still work while a second one holds the
+message, and delivery counts may go backwards. So the right to work is a **claim**, and its arbiter is the receiver of the reply:
+
+    worker ── Claim(id, follows?) ──► receiver
+           ◄── go       yours; here is what I have of the reply
+           ◄── whole    I have all of it: ack
+           ◄── gone     nobody wants it: ack
+           ◄── fenced   a later claim exists: stop, neither ack nor NAK
+
+The rules, and there are no others:
+
+1. A reply that is whole answers `whole`, one that nobody wants `gone`, to whoever claims.
+2. The claim that is last gets the same answer again, so a claim may be repeated until it is answered.
+3. A claim that has been superseded never gets `go` again.
+4. A claim that begins a delivery (`follows` unset) becomes the last one.
+5. A claim that follows another becomes the last one only if the claim it names is the last.
+
+The holder's half is the `Lease`: what it may assume of its message while the broker is silent.
+"""
+
+from enum import Enum, auto
+
+from pipeline.limits import LEASE_PERIOD_S, LEASE_SILENT_MAX_S
+from pipeline.protocol.messages import Answer, Claim, Fenced, Go, Gone, Whole, pack_ids
+
+
+class Arbiter:
+    """The receiver's half, for one request. `superseded` grows by one with every delivery, which the consumer bounds."""
+
+    def __init__(self) -> None:
+        self.last: Claim | None = None
+        self.whole = False
+        self.gone = False
+        self._superseded: set[str] = set()
+
+    def claim(self, claim: Claim, have: list[int]) -> Answer:
+        """Answer a claim. `have` are the token ids that the receiver has already."""
+        if self.whole:
+            return Whole()
+        if self.gone:
+            return Gone()
+        if not self._is_last(claim.claim) and not self._take(claim):
+            return Fenced()
+        return Go(pack_ids(have))
+
+    def hears(self, claim_id: str) -> bool:
+        """Whether frames under this claim are taken."""
+        return self._is_last(claim_id) and not self.gone
+
+    def _is_last(self, claim_id: str) -> bool:
+        return self.last is not None and self.last.claim == claim_id
+
+    def _take(self, claim: Claim) -> bool:
+        if claim.claim in self._superseded:
+            return False
+        if claim.follows is not None and not self._is_last(claim.follows):
+            return False
+        if self.last is not None:
+            self._superseded.add(self.last.claim)
+        self.last = claim
+        return True
+
+
+class LeaseState(Enum):
+    """What a holder may assume of its message."""
+
+    HELD = auto()
+    DOUBTFUL = auto()
+    """The broker has been silent too long: the message may be with another. No frames, no `+WPI`, no ack."""
+
+
+class Lease:
+    """The holder's knowledge of its lease: renewed by every answer of the broker. All times are seconds, monotonic."""
+
+    def __init__(self, now_s: float) -> None:
+        self._answered_s = now_s
+        self._asked_s = now_s
+
+    def due(self, now_s: float) -> bool:
+        """Whether it is time to send `+WPI`; remembers that it was."""
+        if now_s - self._asked_s < LEASE_PERIOD_S:
+            return False
+        self._asked_s = now_s
+        return True
+
+    def answered(self, asked_at_s: float) -> None:
+        """The broker has answered a `+WPI` that was sent at `asked_at_s`. The lease runs from the asking, not from the answer."""
+        self._answered_s = max(self._answered_s, asked_at_s)
+
+    def state(self, now_s: float) -> LeaseState:
+        """Held, or in doubt."""
+        silent_s = now_s - self._answered_s
+        return LeaseState.HELD if silent_s < LEASE_SILENT_MAX_S else LeaseState.DOUBTFUL
