@@ -1,7 +1,7 @@
 """Who may work on a request, and speak for it.
 
-JetStream promises at-least-once, not mutual exclusion: a first holder's `+WPI`, NAK and ack still work while a second one holds the
-message, and delivery counts may go backwards. So the right to work is a **claim**, and its arbiter is the receiver of the reply:
+JetStream promises at-least-once, not mutual exclusion: a first holder's `+WPI`, NAK and ack still work while a second one holds
+the message, and delivery counts may go backwards. So the right to work is a **claim**; its arbiter is the reply's receiver:
 
     worker ── Claim(id, follows?) ──► receiver
            ◄── go       yours; here is what I have of the reply
@@ -33,7 +33,7 @@ class Arbiter:
         self.last: Claim | None = None
         self.whole = False
         self.gone = False
-        self._superseded: set[str] = set()
+        self._superseded: dict[str, Claim] = {}
 
     def claim(self, claim: Claim, have: list[int]) -> Answer:
         """Answer a claim. `have` are the token ids that the receiver has already."""
@@ -49,6 +49,10 @@ class Arbiter:
         """Whether frames under this claim are taken."""
         return self._is_last(claim_id) and not self.gone
 
+    def superseded(self, claim_id: str) -> Claim | None:
+        """The claim of that id, where it was last once and is not any more."""
+        return self._superseded.get(claim_id)
+
     def _is_last(self, claim_id: str) -> bool:
         return self.last is not None and self.last.claim == claim_id
 
@@ -58,7 +62,7 @@ class Arbiter:
         if claim.follows is not None and not self._is_last(claim.follows):
             return False
         if self.last is not None:
-            self._superseded.add(self.last.claim)
+            self._superseded[self.last.claim] = self.last
         self.last = claim
         return True
 

@@ -323,6 +323,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
 
     v: Version = 1
     ask: str
+    request: str
     state: Literal["waiting", "granted", "refused"]
     decode: str
     epoch: str

@@ -1,8 +1,8 @@
 """A reply, from both ends: the receiver puts it together, the holder keeps it until the receiver has the whole.
 
-Frames are numbered by token index and stamped with a claim. The receiver takes frames of the last claim only, drops tokens that it
-has, and on a gap asks the holder "from i". `Done` carries the whole reply once more, so a tail that was lost is mended from it. A
-stream that merely stops is a lie: a reply ends with `Done` or with `Failed`, said once.
+Frames are numbered by token index and stamped with a claim. The receiver takes frames of the last claim only, drops tokens that
+it has, and on a gap asks the holder "from i". `Done` carries the whole reply once more, so a lost tail is mended from it.
+A stream that merely stops is a lie: a reply ends with `Done` or with `Failed`, said once.
 """
 
 import msgspec
@@ -68,7 +68,7 @@ class Receiver:
         if self.arbiter.gone:
             return Heard(answer=Gone())
         if not self.arbiter.hears(frame.claim):
-            return Heard(answer=Fenced())
+            return Heard(answer=Fenced(), notice=self._fence(frame.claim))
         if self.arbiter.whole:
             return Heard(answer=Whole(), repeated=len(self.ids))
         if isinstance(frame, Tokens):
@@ -106,6 +106,11 @@ class Receiver:
     def _notice(self, answer: Gone | From) -> tuple[str, Notice] | None:
         last = self.arbiter.last
         return (last.holder, Notice(self.request, last.claim, answer)) if last else None
+
+    def _fence(self, claim_id: str) -> tuple[str, Notice] | None:
+        """A tokens frame is no request, so a holder that has been superseded is told where it listens."""
+        stale = self.arbiter.superseded(claim_id)
+        return (stale.holder, Notice(self.request, claim_id, Fenced())) if stale else None
 
 
 class Outbox:

@@ -1,0 +1,368 @@
+"""Block credits: what a decode worker promises, and how a prefill worker asks for it.
+
+The unit is the KV block. A decode worker owns its **ledger**; nobody else writes it. One request's grant covers its prompt and
+all of its reply, so a decode never runs out of blocks half way:
+
+    ask ─► WAITING ─► GRANTED ─► CONSUMED ─► RELEASED
+               │           ├────► EXPIRED      no handoff, and no repeated ask: the asker died
+               └─► dropped └────► RETURNED     the asker does not want it any more
+
+A grant is all or nothing, and is given only while a reserve stays free. Waiting asks are served in order. **An ask is a lease**:
+it is repeated under the same id while it is wanted, and answered with its present state: a lost message costs one period.
+
+    granted in all = now granted + now consumed + released + expired + returned        at every step
+    0 ≤ free ≤ total
+
+`Asking` is the other half: which decode workers to ask for one request, when to try a second one, and what to give back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import Enum, auto
+from math import ceil
+from typing import Final, Literal
+
+import msgspec
+
+from pipeline.limits import (
+    ASK_SILENT_MAX_S,
+    ASKS_WAITING_MAX,
+    REPEAT_PERIOD_S,
+    RESERVE_RATIO,
+    SECOND_ASK_AFTER_S,
+)
+from pipeline.protocol.messages import Ask, Presence, Return, Verdict
+
+ENDED_REMEMBERED: Final = 1024
+"""Consumed grants remembered after their release, so that a late repeat of the handoff is not taken for a new one."""
+
+ASKS_AT_ONCE_MAX: Final = 2
+"""Two choices: a third would only hold blocks that another request could use."""
+
+
+def blocks_needed(prompt_tokens: int, reply_tokens_max: int, block_size: int, sequences: int = 1) -> int:
+    """Blocks that a request may come to hold: prompt and whole reply, and one for the step in flight; for each sequence."""
+    return sequences * (ceil((prompt_tokens + reply_tokens_max) / block_size) + 1)
+
+
+class GrantState(Enum):
+    """Where an ask is."""
+
+    WAITING = auto()
+    GRANTED = auto()
+    CONSUMED = auto()
+
+
+class Consumption(Enum):
+    """What a handoff found."""
+
+    FRESH = auto()
+    AGAIN = auto()
+    """It was consumed before: a repeated handoff."""
+    NO_GRANT = auto()
+    OLD_EPOCH = auto()
+
+
+class Totals(msgspec.Struct, kw_only=True):
+    """Counters of one ledger since it began. The first is the sum of the others and of what is outstanding now."""
+
+    granted: int = 0
+    released: int = 0
+    returned: int = 0
+    expired: int = 0
+    refused: int = 0
+
+
+class _Entry(msgspec.Struct):
+    ask: Ask
+    state: GrantState
+    heard_s: float
+
+
+Verdicts = list[tuple[str, Verdict]]
+"""(subject to answer at, verdict)."""
+
+
+class Ledger:
+    """The blocks of one decode worker, in one epoch of its life. Times are monotonic seconds, deadlines Unix time."""
+
+    def __init__(self, decode: str, epoch: str, blocks: int, reserve_ratio: float = RESERVE_RATIO) -> None:
+        self.decode = decode
+        self.epoch = epoch
+        self.blocks = blocks
+        self.reserve = ceil(blocks * reserve_ratio)
+        self.free = blocks
+        self.totals = Totals()
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._waiting: OrderedDict[str, _Entry] = OrderedDict()
+        self.draining = False
+
+    def ask(self, ask: Ask, now_s: float) -> Verdicts:
+        """An ask, new or repeated. Answers with its present state, or with a refusal."""
+        entry = self._entries.get(ask.ask)
+        if entry is not None:
+            entry.heard_s = now_s
+            entry.ask = ask
+            return [self._verdict(entry)]
+        if reason := self._refusal(ask):
+            self.totals.refused += 1
+            return [self._refused(ask, reason)]
+        entry = _Entry(ask, GrantState.WAITING, now_s)
+        self._entries[ask.ask] = self._waiting[ask.ask] = entry
+        granted = self._grant()
+        return granted if entry.state is GrantState.GRANTED else [*granted, self._verdict(entry)]
+
+    def give_back(self, ask_id: str) -> Verdicts:
+        """The asker does not want it any more. Unknown or consumed: nothing to give back."""
+        entry = self._entries.get(ask_id)
+        if entry is None or entry.state is GrantState.CONSUMED:
+            return []
+        if entry.state is GrantState.GRANTED:
+            self.totals.returned += 1
+        self._drop(ask_id)
+        return self._grant()
+
+    def consume(self, ask_id: str, epoch: str) -> Consumption:
+        """A handoff names this grant."""
+        if epoch != self.epoch:
+            return Consumption.OLD_EPOCH
+        entry = self._entries.get(ask_id)
+        if ask_id in self._ended or (entry and entry.state is GrantState.CONSUMED):
+            return Consumption.AGAIN
+        if entry is None or entry.state is GrantState.WAITING:
+            return Consumption.NO_GRANT
+        entry.state = GrantState.CONSUMED
+        return Consumption.FRESH
+
+    def release(self, ask_id: str) -> Verdicts:
+        """The request that consumed it holds no blocks any more."""
+        entry = self._entries[ask_id]
+        assert entry.state is GrantState.CONSUMED, entry
+        self.totals.released += 1
+        self._drop(ask_id)
+        self._ended[ask_id] = None
+        if len(self._ended) > ENDED_REMEMBERED:
+            self._ended.popitem(last=False)
+        return self._grant()
+
+    def tick(self, now_s: float, unix_s: float) -> Verdicts:
+        """Let go of what has not been asked for again, and of asks whose deadline has passed; grant what fits now."""
+        for ask_id, entry in list(self._entries.items()):
+            if entry.state is GrantState.CONSUMED:
+                continue
+            if now_s - entry.heard_s > ASK_SILENT_MAX_S or unix_s > entry.ask.deadline_s:
+                self.totals.expired += entry.state is GrantState.GRANTED
+                self._drop(ask_id)
+        return self._grant()
+
+    def count(self, state: GrantState) -> int:
+        """Asks that are in this state now."""
+        return sum(entry.state is state for entry in self._entries.values())
+
+    def blocks_in(self, state: GrantState) -> int:
+        """Blocks of the asks that are in this state now."""
+        return sum(entry.ask.blocks for entry in self._entries.values() if entry.state is state)
+
+    def check(self) -> None:
+        """Assert what must be true between any two events."""
+        totals, held = self.totals, self.blocks_in(GrantState.GRANTED) + self.blocks_in(GrantState.CONSUMED)
+        outstanding = self.count(GrantState.GRANTED) + self.count(GrantState.CONSUMED)
+        assert totals.granted == totals.released + totals.expired + totals.returned + outstanding, self.totals
+        assert 0 <= self.free <= self.blocks, self.free
+        assert self.free + held == self.blocks, (self.free, held, self.blocks)
+        assert self.count(GrantState.WAITING) == len(self._waiting) <= ASKS_WAITING_MAX
+
+    def _refusal(self, ask: Ask) -> str:
+        if ask.blocks > self.blocks - self.reserve:
+            return f"needs {ask.blocks} KV blocks, and no request may hold more than {self.blocks - self.reserve}"
+        if self.draining:
+            return "draining"
+        if len(self._waiting) >= ASKS_WAITING_MAX:
+            return "too many asks wait"
+        return ""
+
+    def _grant(self) -> Verdicts:
+        """Serve the waiting in order, each whole or not at all. The first that does not fit holds up the rest, or it would starve."""
+        out: Verdicts = []
+        while self._waiting:
+            entry = next(iter(self._waiting.values()))
+            if self.free - entry.ask.blocks < self.reserve:
+                break
+            self._waiting.popitem(last=False)
+            entry.state = GrantState.GRANTED
+            self.free -= entry.ask.blocks
+            self.totals.granted += 1
+            out.append(self._verdict(entry))
+        return out
+
+    def _drop(self, ask_id: str) -> None:
+        entry = self._entries.pop(ask_id)
+        if entry.state is GrantState.WAITING:
+            del self._waiting[ask_id]
+        else:
+            self.free += entry.ask.blocks
+
+    def _verdict(self, entry: _Entry) -> tuple[str, Verdict]:
+        state: Literal["waiting", "granted"] = "waiting" if entry.state is GrantState.WAITING else "granted"
+        ask = entry.ask
+        return ask.answer_to, Verdict(
+            ask=ask.ask, request=ask.request, state=state, decode=self.decode, epoch=self.epoch
+        )
+
+    def _refused(self, ask: Ask, reason: str) -> tuple[str, Verdict]:
+        never = ask.blocks > self.blocks - self.reserve
+        verdict = Verdict(
+            ask=ask.ask,
+            request=ask.request,
+            state="refused",
+            decode=self.decode,
+            epoch=self.epoch,
+            reason=reason,
+            never=never,
+        )
+        return ask.answer_to, verdict
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The asker's half
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """What an asker holds: the ask's id, and who granted it in which epoch."""
+
+    ask: str
+    decode: str
+    epoch: str
+
+
+class Send(msgspec.Struct, frozen=True):
+    """To be published on `credit.<decode>`."""
+
+    decode: str
+    message: Ask | Return
+
+
+class _Asked(msgspec.Struct):
+    decode: str
+    first_s: float
+    sent_s: float
+
+
+class Asking:
+    """One request's search for a grant. `grant` is set when it has one; `impossible` says why none can ever come.
+
+    `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
+    """
+
+    def __init__(self, request: str, claim: str, blocks: int, deadline_s: float, answer_to: str) -> None:
+        self.request = request
+        self.claim = claim
+        self.blocks = blocks
+        self.deadline_s = deadline_s
+        self.answer_to = answer_to
+        self.grant: Grant | None = None
+        self.impossible: str | None = None
+        self._asked: dict[str, _Asked] = {}
+        self._never: dict[str, str] = {}
+        self._count = 0
+
+    def tick(self, now_s: float, live: Sequence[Presence], rolls: tuple[float, float]) -> list[Send]:
+        """Repeat what is due, forget the dead, and ask one more worker where that helps."""
+        self._forget_dead({presence.id for presence in live})
+        sends = [
+            self._send(ask_id, now_s)
+            for ask_id, asked in self._asked.items()
+            if now_s - asked.sent_s >= REPEAT_PERIOD_S
+        ]
+        if self._wants_another(now_s) and (choice := self._choose(live, rolls)):
+            sends.append(self._ask(choice, now_s))
+        elif live and not self._asked and len(self._never) >= len(live):
+            self.impossible = next(iter(self._never.values()))
+        return sends
+
+    def verdict(self, verdict: Verdict) -> list[Send]:
+        """A decode worker has answered. Returns what to give back."""
+        asked = self._asked.get(verdict.ask)
+        if asked is None:
+            return [Send(verdict.decode, Return(ask=verdict.ask))] if verdict.state != "refused" else []
+        if verdict.state == "refused":
+            del self._asked[verdict.ask]
+            if verdict.never:
+                self._never[verdict.decode] = verdict.reason
+            return []
+        mine = self.grant is None or self.grant.ask == verdict.ask
+        if verdict.state == "waiting":
+            # A restarted decode worker has forgotten its grant: the repeated ask waits there anew.
+            self.grant = None if mine else self.grant
+            return []
+        if mine:
+            self.grant = Grant(verdict.ask, verdict.decode, verdict.epoch)
+        assert self.grant is not None
+        return self._give_back_all_but(self.grant.ask)
+
+    def lost(self) -> None:
+        """The grant is worth nothing any more: its worker has refused the handoff. Search again."""
+        assert self.grant is not None
+        self._asked.pop(self.grant.ask, None)
+        self.grant = None
+
+    def stop(self) -> list[Send]:
+        """The request is over. Returns what to give back."""
+        sends = self._give_back_all_but(None)
+        self.grant = None
+        return sends
+
+    def handed_off(self) -> None:
+        """The grant has been consumed: it is not ours any more, and must not be given back."""
+        self._asked.clear()
+
+    def _wants_another(self, now_s: float) -> bool:
+        if self.grant is not None or len(self._asked) >= ASKS_AT_ONCE_MAX:
+            return False
+        return all(now_s - asked.first_s >= SECOND_ASK_AFTER_S for asked in self._asked.values())
+
+    def _choose(self, live: Sequence[Presence], rolls: tuple[float, float]) -> Presence | None:
+        """Of two drawn workers, the one with more free blocks. A second ask goes only where there seems to be room."""
+        asked = {entry.decode for entry in self._asked.values()} | self._never.keys()
+        candidates = [
+            presence for presence in live if presence.ready and not presence.draining and presence.id not in asked
+        ]
+        if self._asked:
+            candidates = [presence for presence in candidates if presence.blocks_free >= self.blocks]
+        if not candidates:
+            return None
+        drawn = [candidates[int(roll * len(candidates))] for roll in rolls]
+        return max(
+            drawn, key=lambda presence: (presence.blocks_free - presence.asks_waiting * self.blocks, presence.id)
+        )
+
+    def _ask(self, choice: Presence, now_s: float) -> Send:
+        self._count += 1
+        ask_id = f"{self.claim}.{self._count}"
+        self._asked[ask_id] = _Asked(choice.id, now_s, now_s)
+        return self._send(ask_id, now_s)
+
+    def _send(self, ask_id: str, now_s: float) -> Send:
+        asked = self._asked[ask_id]
+        asked.sent_s = now_s
+        ask = Ask(
+            ask=ask_id,
+            request=self.request,
+            claim=self.claim,
+            blocks=self.blocks,
+            deadline_s=self.deadline_s,
+            answer_to=self.answer_to,
+        )
+        return Send(asked.decode, ask)
+
+    def _forget_dead(self, live: set[str]) -> None:
+        self._asked = {ask_id: asked for ask_id, asked in self._asked.items() if asked.decode in live}
+        self._never = {decode: reason for decode, reason in self._never.items() if decode in live}
+        if self.grant is not None and self.grant.ask not in self._asked:
+            self.grant = None
+
+    def _give_back_all_but(self, kept: str | None) -> list[Send]:
+        sends = [Send(asked.decode, Return(ask=ask_id)) for ask_id, asked in self._asked.items() if ask_id != kept]
+        self._asked = {ask_id: asked for ask_id, asked in self._asked.items() if ask_id == kept}
+        return sends
