@@ -40,11 +40,6 @@ ASKS_AT_ONCE_MAX: Final = 2
 """Two choices: a third would only hold blocks that another request could use."""
 
 
-def blocks_needed(prompt_tokens: int, reply_tokens_max: int, block_size: int, sequences: int = 1) -> int:
-    """Blocks that a request may come to hold: prompt and whole reply, and one for the step in flight; for each sequence."""
-    return sequences * (ceil((prompt_tokens + reply_tokens_max) / block_size) + 1)
-
-
 class GrantState(Enum):
     """Where an ask is."""
 
@@ -183,7 +178,7 @@ class Ledger:
         return ""
 
     def _grant(self) -> Verdicts:
-        """Serve the waiting in order, each whole or not at all. The first that does not fit holds up the rest, or it would starve."""
+        """Serve the waiting in order, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
         out: Verdicts = []
         while self._waiting:
             entry = next(iter(self._waiting.values()))

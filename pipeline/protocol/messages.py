@@ -405,6 +405,26 @@ def frame_for(frame: AnyFrame, encoding: Encoding) -> bytes:
     return encode([frame]) if encoding == "msgpack" else msgspec.json.encode(_spelled_out(frame))
 
 
+def claim_for(claim: Claim, encoding: Encoding) -> bytes:
+    """A claim as the receiver of such a reply reads it."""
+    return encode(claim) if encoding == "msgpack" else msgspec.json.encode(claim)
+
+
+def read_answer(payload: bytes) -> Answer:
+    """A receiver's answer, in whichever encoding it writes. Raises `InvalidField` where it is none."""
+    try:
+        if encoding_of(payload) == "msgpack":
+            return answer_decoder.decode(payload)
+        answer = _json_answer_decoder.decode(payload)
+    except msgspec.DecodeError as error:
+        raise InvalidField(f"Not an answer to a claim: {error}.") from None
+    return Go(pack_ids(answer.ids)) if isinstance(answer, _JsonGo) else answer
+
+
+class _JsonGo(msgspec.Struct, frozen=True, tag="go"):
+    ids: list[int] = []
+
+
 def _spelled_out(frame: AnyFrame) -> dict[str, Any]:
     fields = {name: getattr(frame, name) for name in frame.__struct_fields__}
     if isinstance(frame, Tokens | Done):
@@ -414,6 +434,9 @@ def _spelled_out(frame: AnyFrame) -> dict[str, Any]:
 
 frames_decoder: Final[msgspec.msgpack.Decoder[list[AnyFrame]]] = msgspec.msgpack.Decoder(list[AnyFrame])
 claim_decoder: Final = msgspec.msgpack.Decoder(Claim)
+_json_answer_decoder: Final[msgspec.json.Decoder[_JsonGo | Whole | Gone | Fenced | From]] = msgspec.json.Decoder(
+    _JsonGo | Whole | Gone | Fenced | From
+)
 answer_decoder: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 notice_decoder: Final = msgspec.msgpack.Decoder(Notice)
 credit_decoder: Final[msgspec.msgpack.Decoder[Ask | Return]] = msgspec.msgpack.Decoder(Ask | Return)

@@ -164,9 +164,10 @@ class Prefill(msgspec.Struct, frozen=True):
 
 
 class Decode(msgspec.Struct, frozen=True):
-    """The state of a request at its decode worker."""
+    """The state of a request at its decode worker. `arbitrated`: its receiver answers claims."""
 
     stage: Stage = Stage.TAKING
+    arbitrated: bool = True
 
 
 def step_prefill(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
@@ -230,7 +231,7 @@ def step_decode(state: Decode, event: Event) -> tuple[Decode, Effects]:
             return _decode(state, event)
         case S.ENDING:
             stage, effects = ENDING_ENDS.get(event, (S.ENDING, ()))
-            return Decode(stage), effects
+            return _at(state, stage), effects
         case _:
             return state, ()
 
@@ -240,19 +241,29 @@ def _take(state: Decode, event: Event) -> tuple[Decode, Effects]:
     if event is E.TAKEN:
         return state, (F.CLAIM,)
     if event is E.GO:
-        return Decode(S.DECODING), (F.ACCEPT, F.DECODE)
+        return _at(state, S.DECODING), (F.ACCEPT, F.DECODE)
     if event in (E.WHOLE, E.GONE, E.FENCED, E.CANCELLED, E.DEADLINE, E.LEFT, E.DOUBT, E.FAILED):
-        return Decode(S.ENDED), (F.REFUSE, F.STOP)
+        return _at(state, S.ENDED), (F.REFUSE, F.STOP)
     return state, ()
 
 
 def _decode(state: Decode, event: Event) -> tuple[Decode, Effects]:
     if event is E.DOUBT:
-        # What is in doubt is whether the message is still ours. The receiver knows, and is asked under the same claim.
-        return (Decode(S.SUSPENDED), (F.HOLD_FRAMES, F.CLAIM)) if state.stage is S.DECODING else (state, ())
+        return _doubt(state)
     if event is E.GO:
-        return (Decode(S.DECODING), (F.LET_FRAMES_GO,)) if state.stage is S.SUSPENDED else (state, ())
+        return (_at(state, S.DECODING), (F.LET_FRAMES_GO,)) if state.stage is S.SUSPENDED else (state, ())
     if event in DECODE_ENDS:
         stage, effects = DECODE_ENDS[event]
-        return Decode(stage), effects
+        return _at(state, stage), effects
     return state, ()
+
+
+def _doubt(state: Decode) -> tuple[Decode, Effects]:
+    """Is the message still ours? The receiver knows, and is asked under the same claim; without one we must assume the worst."""
+    if not state.arbitrated:
+        return _at(state, S.ENDED), (F.STOP,)
+    return (_at(state, S.SUSPENDED), (F.HOLD_FRAMES, F.CLAIM)) if state.stage is S.DECODING else (state, ())
+
+
+def _at(state: Decode, stage: Stage) -> Decode:
+    return Decode(stage, state.arbitrated)

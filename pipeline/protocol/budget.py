@@ -1,0 +1,41 @@
+"""What a request may take: tokens of its reply, blocks of a decode worker, and whose cache it may share."""
+
+import hashlib
+from math import ceil
+
+from pipeline.errors import PromptTooLong
+
+
+def reply_tokens(prompt_tokens: int, asked: int | None, default: int | None, context: int) -> int:
+    """How many tokens the reply may have. Raises `PromptTooLong`, naming both numbers, where the context has no room.
+
+    Where the client asks for none, `default` applies as far as there is room; without a default, the rest of the context.
+    """
+    room = context - prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            f"The prompt has {prompt_tokens} tokens and the model's context is {context}: "
+            "shorten the messages, so that at least one token of reply fits.",
+            param="messages",
+        )
+    if asked is not None and asked > room:
+        raise PromptTooLong(
+            f"The model's context is {context} tokens, but the prompt has {prompt_tokens} and the reply asked for {asked}: "
+            f"shorten the messages, or ask for at most {room} tokens.",
+            param="max_tokens",
+        )
+    return asked or min(default or room, room)
+
+
+def blocks_needed(prompt_tokens: int, reply_tokens_max: int, block_size: int, sequences: int = 1) -> int:
+    """KV blocks that a request may come to hold: prompt and whole reply, and one for the step in flight; per sequence."""
+    return sequences * (ceil((prompt_tokens + reply_tokens_max) / block_size) + 1)
+
+
+def cache_salt(creator: str, scope: str, fingerprint: str) -> str:
+    """Who shares cached prefixes, as the hex that engine and LMCache fold into their keys.
+
+    LMCache's keys know nothing of weights, dtype, block size or versions, so the engine's fingerprint is in it.
+    """
+    owner = creator if scope == "creator" else ""
+    return hashlib.sha256(f"{scope}\0{owner}\0{fingerprint}".encode()).hexdigest()[:32]

@@ -1,0 +1,103 @@
+"""From a stored message to a request that can be worked on, or to an error that loses nothing.
+
+Reading happens in two steps, because a malformed request should be answered too: `address` takes from the message whatever
+says where the answer goes, and never fails; `read` then checks everything.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import InvalidField, RequestError
+from pipeline.limits import REQUEST_ID_BYTES_MAX
+from pipeline.protocol.messages import ChatRequest, Encoding, encoding_of, to_chat, to_map
+from pipeline.protocol.subjects import AckSubject, Stored, matches
+
+REPLY_TO_HEADER = "Reply-To"
+CLAIM_AT_HEADER = "Claim-At"
+
+
+class Address(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the answer to a request goes, as far as its message says. `reply_to` is None where nobody may be answered."""
+
+    request: str
+    reply_to: str | None
+    claim_at: str | None
+    encoding: Encoding
+
+
+class Intake(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that can be worked on. `tree` is the body as sent; `deadline_s` is Unix time."""
+
+    address: Address
+    reply_to: str
+    klass: str
+    creator: str
+    deadline_s: float
+    chat: ChatRequest
+    tree: Mapping[str, Any]
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """The operator's part: where replies may go, and how long a class of requests may take (seconds)."""
+
+    reply_subjects: Sequence[str]
+    timeout_max_s: Mapping[str, float]
+
+
+def address(payload: bytes, headers: Mapping[str, str] | None, ack: AckSubject, rules: Rules) -> Address:
+    """Whatever can be read of a message's address. What may not be published to counts as not there."""
+    try:
+        tree = to_map(payload)
+    except RequestError:
+        tree = {}
+    request = tree.get("id")
+    named = isinstance(request, str) and 0 < len(request) <= REQUEST_ID_BYTES_MAX
+    return Address(
+        request=request if named else f"{ack.stream}-{ack.sequence}",
+        reply_to=_allowed(_said(tree, "reply_to", headers, REPLY_TO_HEADER), rules),
+        claim_at=_allowed(_said(tree, "claim_at", headers, CLAIM_AT_HEADER), rules),
+        encoding=encoding_of(payload),
+    )
+
+
+def read(payload: bytes, headers: Mapping[str, str] | None, stored: Stored, ack: AckSubject, rules: Rules) -> Intake:
+    """The request in a message. Raises `RequestError`, whose `param` names the field."""
+    tree = to_map(payload)
+    chat = to_chat(tree, ChatRequest)
+    where = address(payload, headers, ack, rules)
+    for field, header in (("reply_to", REPLY_TO_HEADER), ("claim_at", CLAIM_AT_HEADER)):
+        _check_subject(field, _said(tree, field, headers, header), rules)
+    if where.reply_to is None:
+        raise InvalidField("reply_to is missing: name the subject that you listen on.", param="reply_to")
+    longest_s = rules.timeout_max_s[stored.shard.klass]
+    asked_s = chat.timeout_ms / 1000 if chat.timeout_ms is not None else longest_s
+    return Intake(
+        address=where,
+        reply_to=where.reply_to,
+        klass=stored.shard.klass,
+        creator=stored.creator,
+        deadline_s=ack.stored_at_s + min(asked_s, longest_s),
+        chat=chat,
+        tree=tree,
+    )
+
+
+def _said(tree: Mapping[str, Any], field: str, headers: Mapping[str, str] | None, header: str) -> str | None:
+    value = tree.get(field)
+    if value is None and headers:
+        value = next((text for name, text in headers.items() if name.lower() == header.lower()), None)
+    return value if isinstance(value, str) and value else None
+
+
+def _allowed(subject: str | None, rules: Rules) -> str | None:
+    return subject if subject and any(matches(pattern, subject) for pattern in rules.reply_subjects) else None
+
+
+def _check_subject(field: str, subject: str | None, rules: Rules) -> None:
+    if subject is not None and _allowed(subject, rules) is None:
+        allowed = ", ".join(rules.reply_subjects)
+        raise InvalidField(
+            f"{field} = {subject!r} may not be published to: use a subject under {allowed}.", param=field
+        )
