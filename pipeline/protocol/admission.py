@@ -6,7 +6,7 @@ where the room is: by the queue (a creator's share), and by the decode workers (
 The wait is honest. Places become free at a rate that is measured: an average over the last `DRAIN_MEMORY_S` that forgets
 exponentially. Each refused request is promised the next place that nobody was promised before:
 
-    promised = max(now, promised) + 1 / rate        Retry-After = promised - now, within its bounds
+    wait = max(0, promised - now) + 1 / rate        promised = now + wait        Retry-After = wait, within its bounds
 
 so a crowd that is turned away comes back spread over the time that its places need, and not all at once.
 """
@@ -25,8 +25,8 @@ RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 30.0
 """A longer promise is not believed: the OpenAI SDK stops retrying at 120 s, and people before."""
 
-NO_WORKERS_RETRY_S: Final = 2.0
-"""A worker whose presence was missed is back within a second; one that restarts takes longer than anybody waits."""
+RETRY_UNMEASURED_S: Final = 2.0
+"""Where nothing is measured: no worker is ready (one whose presence was missed is back sooner), or no place was freed yet."""
 
 
 class DrainRate:
@@ -34,26 +34,28 @@ class DrainRate:
 
     def __init__(self) -> None:
         self._rate = 0.0
-        self._first_s = math.nan
-        self._last_s = math.nan
+        self._first_s = -math.inf
+        self._last_s = -math.inf
+
+    @property
+    def measured(self) -> bool:
+        """Whether any place has become free so far."""
+        return self._last_s > -math.inf
 
     def freed(self, now_s: float) -> None:
         """One place has become free."""
-        if math.isnan(self._first_s):
+        if not self.measured:
             self._first_s = self._last_s = now_s
-        self._rate = self._rate * math.exp(-self._since_last(now_s)) + 1 / DRAIN_MEMORY_S
+        self._rate = self._faded(now_s) + 1 / DRAIN_MEMORY_S
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        """The rate now: 0 before the first measurement, and towards 0 again while nothing becomes free."""
-        if math.isnan(self._first_s):
-            return 0.0
+        """The rate now, once it is measured; it goes towards 0 while nothing becomes free."""
         seen_s = max(now_s - self._first_s, RETRY_AFTER_MIN_S)
-        of_memory = 1 - math.exp(-seen_s / DRAIN_MEMORY_S)
-        return self._rate * math.exp(-self._since_last(now_s)) / of_memory
+        return self._faded(now_s) / (1 - math.exp(-seen_s / DRAIN_MEMORY_S))
 
-    def _since_last(self, now_s: float) -> float:
-        return max(0.0, now_s - self._last_s) / DRAIN_MEMORY_S
+    def _faded(self, now_s: float) -> float:
+        return self._rate * math.exp(-max(0.0, now_s - self._last_s) / DRAIN_MEMORY_S)
 
 
 class Admission:
@@ -69,7 +71,7 @@ class Admission:
         """Let one request in, or raise `NoWorkers` or `CapacityError`. `prefill` and `decode` count the ready workers."""
         missing = [kind for kind, ready in (("prefill", prefill), ("decode", decode)) if not ready]
         if missing:
-            raise NoWorkers(f"No {' and no '.join(missing)} worker is ready.", retry_after_s=NO_WORKERS_RETRY_S)
+            raise NoWorkers(f"No {' and no '.join(missing)} worker is ready.", retry_after_s=RETRY_UNMEASURED_S)
         if self.in_flight >= self.in_flight_max:
             raise CapacityError(
                 f"This gateway works on {self.in_flight} requests, as many as it takes.",
@@ -86,7 +88,9 @@ class Admission:
 
     def wait_s(self, now_s: float) -> float:
         """When to come back, for one that is refused now: the next place that nobody was promised."""
-        rate = self._drain.per_s(now_s)
-        place_s = 1 / rate if rate * RETRY_AFTER_MAX_S > 1 else RETRY_AFTER_MAX_S
-        self._promised_s = min(max(now_s, self._promised_s) + place_s, now_s + RETRY_AFTER_MAX_S)
-        return max(RETRY_AFTER_MIN_S, self._promised_s - now_s)
+        if not self._drain.measured:
+            return RETRY_UNMEASURED_S
+        place_s = 1 / max(self._drain.per_s(now_s), 1 / RETRY_AFTER_MAX_S)
+        wait_s = min(max(0.0, self._promised_s - now_s) + place_s, RETRY_AFTER_MAX_S)
+        self._promised_s = now_s + wait_s
+        return max(wait_s, RETRY_AFTER_MIN_S)

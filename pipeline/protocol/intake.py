@@ -53,9 +53,9 @@ def address(payload: bytes, headers: Mapping[str, str] | None, ack: AckSubject, 
     except RequestError:
         tree = {}
     request = tree.get("id")
-    named = isinstance(request, str) and 0 < len(request) <= REQUEST_ID_BYTES_MAX
+    named = request if isinstance(request, str) and 0 < len(request) <= REQUEST_ID_BYTES_MAX else None
     return Address(
-        request=request if named else f"{ack.stream}-{ack.sequence}",
+        request=named or f"{ack.stream}-{ack.sequence}",
         reply_to=_allowed(_said(tree, "reply_to", headers, REPLY_TO_HEADER), rules),
         claim_at=_allowed(_said(tree, "claim_at", headers, CLAIM_AT_HEADER), rules),
         encoding=encoding_of(payload),

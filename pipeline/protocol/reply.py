@@ -121,10 +121,15 @@ class Outbox:
         self.claim = claim
         self.length = delivered
         self._frames: list[Tokens] = []
+        self._tail = ""
 
-    def add(self, ids: list[int], text: str) -> Tokens:
-        """The frame for these new tokens."""
-        frame = Tokens(1, self.request, self.claim, self.length, pack_ids(ids), text)
+    def add(self, ids: list[int], text: str) -> Tokens | None:
+        """The frame for these new tokens. Text without a token has no index of its own: it goes with `Done`."""
+        if not ids:
+            self._tail += text
+            return None
+        frame = Tokens(1, self.request, self.claim, self.length, pack_ids(ids), self._tail + text)
+        self._tail = ""
         self.length += len(ids)
         self._frames.append(frame)
         return frame
@@ -136,5 +141,5 @@ class Outbox:
     def done(self, finish_reason: str, usage: Usage) -> Done:
         """The frame that ends the reply: all of it once more."""
         ids = b"".join(frame.ids for frame in self._frames)
-        text = "".join(frame.text for frame in self._frames)
+        text = "".join(frame.text for frame in self._frames) + self._tail
         return Done(1, self.request, self.claim, self.length, ids, text, finish_reason, usage)

@@ -133,6 +133,7 @@ DECODE_ENDS: Final[dict[Event, End]] = {
     E.FENCED: (S.ENDED, (F.STOP,)),
     E.LEFT: (S.ENDED, (F.STOP, F.NAK)),
     E.GENERATED: (S.ENDING, (F.STOP, F.TELL)),
+    E.INVALID: (S.ENDING, (F.STOP, F.TELL)),
     E.FAILED: (S.ENDING, (F.STOP, F.TELL)),
     E.DEADLINE: (S.ENDING, (F.STOP, F.TELL)),
 }
@@ -242,7 +243,7 @@ def _take(state: Decode, event: Event) -> tuple[Decode, Effects]:
         return state, (F.CLAIM,)
     if event is E.GO:
         return _at(state, S.DECODING), (F.ACCEPT, F.DECODE)
-    if event in (E.WHOLE, E.GONE, E.FENCED, E.CANCELLED, E.DEADLINE, E.LEFT, E.DOUBT, E.FAILED):
+    if event in (E.WHOLE, E.GONE, E.FENCED, E.CANCELLED, E.DEADLINE, E.LEFT, E.DOUBT, E.INVALID, E.FAILED):
         return _at(state, S.ENDED), (F.REFUSE, F.STOP)
     return state, ()
 

@@ -1,0 +1,130 @@
+"""Messages: what is accepted, what is refused and by which field, and that both encodings say the same."""
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import ErrorBody, InvalidField
+from pipeline.protocol import messages
+from pipeline.protocol.messages import Chat, ChatRequest, Claim, Done, Failed, From, Go, Tokens, Usage, Whole
+
+USER = {"role": "user", "content": "hi"}
+USAGE = Usage(
+    prompt_tokens=3,
+    completion_tokens=2,
+    cached_tokens=0,
+    decode_cached_tokens=0,
+    prefill_generated_tokens=1,
+    prefill="prefill-1",
+    decode="decode-1",
+)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_token_ids_survive_packing(ids: list[int]) -> None:
+    assert messages.unpack_ids(messages.pack_ids(ids)) == ids
+
+
+def test_packed_ids_are_little_endian() -> None:
+    assert messages.pack_ids([1, 258]) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"content": "hi"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
+        ({"messages": [USER], "max_tokens": -1}, "max_tokens"),
+        ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": [USER], "temperature": 2.5}, "temperature"),
+        ({"messages": [USER], "temperature": -0.1}, "temperature"),
+        ({"messages": [USER], "temperature": math.nan}, "temperature"),
+        ({"messages": [USER], "top_p": 0}, "top_p"),
+        ({"messages": [USER], "n": 2}, "n"),
+        ({"messages": [USER], "logprobs": True}, "logprobs"),
+        ({"messages": [USER], "tools": [{}]}, "tools"),
+        ({"messages": [USER], "timeout_ms": 0}, "timeout_ms"),
+        ({"messages": [USER], "id": ""}, "id"),
+        ({"messages": [USER], "v": 2}, "v"),
+    ],
+)
+def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        messages.to_chat(body, ChatRequest)
+    assert caught.value.param == param
+    assert caught.value.message
+
+
+def test_unknown_fields_are_accepted_and_parts_of_text_too() -> None:
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "surprise": 1, "n": 1}
+    chat = messages.to_chat(body, Chat)
+    assert chat.reply_tokens_max is None
+
+
+def test_the_new_name_of_max_tokens_wins() -> None:
+    chat = messages.to_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 7}, Chat)
+    assert chat.reply_tokens_max == 7
+    assert messages.to_chat({"messages": [USER], "max_tokens": 5}, Chat).reply_tokens_max == 5
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"x", b"[]", b'{"a":"\xff"}', b'{"temperature":NaN}', b"\xff\x00", b"\x81\x01\x02"]
+)
+def test_what_is_no_map_is_refused(payload: bytes) -> None:
+    with pytest.raises(InvalidField):
+        messages.to_map(payload)
+
+
+def test_both_encodings_are_read() -> None:
+    body = {"messages": [USER]}
+    assert messages.to_map(msgspec.json.encode(body)) == messages.to_map(msgspec.msgpack.encode(body)) == body
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Tokens(1, "r", "c", 4, messages.pack_ids([7, 8]), " hi"),
+        Done(1, "r", "c", 2, messages.pack_ids([7, 8]), " hi", "stop", USAGE),
+        Failed(1, "r", "c", 2, ErrorBody(message="m", type="t", code="c", status=500)),
+    ],
+)
+def test_a_frame_reads_the_same_in_both_encodings(frame: messages.AnyFrame) -> None:
+    assert messages.frames_decoder.decode(messages.frame_for(frame, "msgpack")) == [frame]
+    spelled = msgspec.json.decode(messages.frame_for(frame, "json"))
+    assert (spelled["request"], spelled["claim"], spelled["index"]) == ("r", "c", frame.index)
+    if isinstance(frame, Failed):
+        assert spelled["kind"] == "error"
+        assert spelled["error"]["message"] == "m"
+    else:
+        assert spelled["ids"] == [7, 8]
+        assert spelled["text"] == " hi"
+
+
+def test_frames_of_several_requests_travel_as_one_message() -> None:
+    frames = [Tokens(1, request, "c", 0, b"", "x") for request in ("a", "b")]
+    assert messages.frames_decoder.decode(messages.encode(frames)) == frames
+
+
+def test_a_claim_and_its_answer_are_written_as_the_request_was() -> None:
+    claim = Claim(request="r", claim="c", epoch="e", holder="holder.p", ack="$JS.ACK.x", follows=None)
+    assert messages.claim_decoder.decode(messages.claim_for(claim, "msgpack")) == claim
+    assert msgspec.json.decode(messages.claim_for(claim, "json"))["type"] == "claim"
+    assert messages.read_answer(messages.encode(Go(messages.pack_ids([5])))) == Go(messages.pack_ids([5]))
+    assert messages.read_answer(b'{"type":"go","ids":[5]}') == Go(messages.pack_ids([5]))
+    assert messages.read_answer(b'{"type":"whole"}') == Whole()
+    assert messages.read_answer(b'{"type":"from","index":3}') == From(3)
+
+
+@pytest.mark.parametrize("payload", [b"", b"{}", b'{"type":"maybe"}', b"\x81\xa4type\xa5maybe"])
+def test_what_is_no_answer_is_refused(payload: bytes) -> None:
+    with pytest.raises(InvalidField):
+        messages.read_answer(payload)

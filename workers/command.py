@@ -1,0 +1,107 @@
+"""The commands that the workers' side offers: `headrace worker` and `headrace up`.
+
+Everything heavy is imported inside the commands: vLLM takes seconds, and must not be imported before its environment is set.
+"""
+
+from typing import Annotated, Literal
+
+import typer
+
+from pipeline.cli.options import ConfigOption, configuration
+from pipeline.config import Config
+
+Role = Literal["prefill", "decode"]
+
+EngineOption = Annotated[
+    Literal["vllm", "simulated"] | None,
+    typer.Option("--engine", help="What computes. Default: the configuration's.", show_default=False),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="smollm2 (packaged), a local HF folder, or a hub id. Default: the configuration's.",
+        show_default=False,
+    ),
+]
+
+
+def worker(
+    *,
+    role: Annotated[Role, typer.Argument(help="Which pool it joins.", show_default=False)],
+    worker_id: Annotated[
+        str | None,
+        typer.Option("--id", help="Its name in the fleet. Default: role, host and process id.", show_default=False),
+    ] = None,
+    engine: EngineOption = None,
+    model: ModelOption = None,
+    metrics_port: Annotated[int, typer.Option("--metrics-port", min=0, max=65535, help="0: no metrics.")] = 0,
+    config: ConfigOption = None,
+) -> None:
+    """Run one prefill or decode worker.
+
+    SIGTERM drains it: it takes no more requests, and ends when its own have ended.
+
+    Example: headrace worker prefill --id prefill-1
+    """
+    import os
+    import socket
+
+    import anyio
+
+    from pipeline.telemetry import logs
+    from workers.supervisor import plan
+
+    chosen = plan.chosen(configuration(config), plan.Options(engine=engine, model=model))
+    name = worker_id or f"{role}-{socket.gethostname().split('.')[0]}-{os.getpid()}"
+    logs.configure(name)
+    _serve_metrics(metrics_port)
+    model_path = _prepared(chosen, role)
+
+    from workers.runtime import run_worker
+
+    anyio.run(run_worker, chosen, role, name, model_path, backend_options={"use_uvloop": True})
+
+
+def up(
+    *,
+    engine: EngineOption = None,
+    prefill: Annotated[int | None, typer.Option("--prefill", min=1, help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="Of the gateway; 0 chooses a free one.")
+    ] = None,
+    ask: Annotated[str | None, typer.Option("--ask", help="Stream a reply to this once all is ready.")] = None,
+    model: ModelOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Start the whole stack on this machine.
+
+    Broker, KV store, workers and gateway, on loopback. Ctrl-C drains and stops them.
+
+    Example: headrace up --ask "What is the capital of France?"
+    """
+    from pipeline.paths import LOCAL_CONFIG, require
+    from workers.supervisor import plan
+    from workers.supervisor import up as supervisor
+
+    options = plan.Options(engine=engine, prefill=prefill, decode=decode, port=port, model=model)
+    supervisor.up(config or require(LOCAL_CONFIG), options, ask)
+
+
+def _serve_metrics(port: int) -> None:
+    if port:
+        from pipeline.telemetry import metrics
+
+        metrics.serve(port)
+
+
+def _prepared(config: Config, role: Role) -> str | None:
+    """The model's path, made ready; None for the simulated engine. Sets the engine's environment first."""
+    if config.engine == "simulated":
+        return None
+    from pipeline.telemetry import logs
+    from workers.engines import launch, model
+
+    launch.apply_environment(config, role)
+    return model.prepare(config.model.source, config.up.state_dir, lambda line: logs.get("model").info(line))

@@ -1,0 +1,209 @@
+"""The decode loop: promise blocks, take over requests whose KV is ready, generate, and ack what has been received whole.
+
+    credit.<id>   ─► the ledger answers asks, now or when there is room
+    handoff.<id>  ─► a live grant? ─► one `DecodeJob` each: take the claim over │ load the KV, generate, stream │ ack
+
+What to promise is `pipeline.protocol.credits`; what to do when is `pipeline.protocol.request`.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from pipeline.bus.connection import Bus, Message
+from pipeline.bus.errors import BusError
+from pipeline.config import Config
+from pipeline.limits import REPEAT_PERIOD_S, TOMBSTONES_MAX
+from pipeline.protocol import subjects
+from pipeline.protocol.credits import Consumption, GrantState, Ledger, Verdicts
+from pipeline.protocol.messages import (
+    Ask,
+    From,
+    Handoff,
+    HandoffAnswer,
+    Presence,
+    credit_decoder,
+    encode,
+    handoff_decoder,
+    notice_decoder,
+)
+from pipeline.protocol.request import Event
+from pipeline.telemetry import metrics
+from workers.decode_job import DecodeJob, Desk
+from workers.engines.port import Engine
+from workers.frames import FrameSender
+from workers.holding import EVENT_OF
+from workers.identity import Identity
+from workers.leases import LeaseKeeper
+from workers.tombstones import Tombstones
+
+log: Final = structlog.get_logger("decode")
+
+OUTCOMES: Final[dict[Event | None, str]] = {
+    Event.WHOLE: "whole",
+    Event.GONE: "gone",
+    Event.CANCELLED: "cancelled",
+    Event.FENCED: "fenced",
+}
+
+_REFUSALS: Final[dict[Consumption, HandoffAnswer]] = {
+    Consumption.NO_GRANT: HandoffAnswer(state="refused", reason="no_grant"),
+    Consumption.OLD_EPOCH: HandoffAnswer(state="refused", reason="old_epoch"),
+}
+
+
+class DecodeWorker:
+    """One engine's decode loop."""
+
+    def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity) -> None:
+        self.bus, self.engine, self.config, self.me = bus, engine, config, me
+        self.clock: Callable[[], float] = time.monotonic
+        self.ready = False
+        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks)
+        self.desk = Desk(
+            bus=bus,
+            engine=engine,
+            me=me,
+            ledger=self.ledger,
+            leases=LeaseKeeper(bus, self.clock),
+            frames=FrameSender(bus),
+            publish=self._publish,
+            clock=self.clock,
+        )
+        self._jobs: dict[str, DecodeJob] = {}
+        self._cancelled = Tombstones(TOMBSTONES_MAX)
+        self._idle = anyio.Event()
+        self._tasks: TaskGroup
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self.desk.leases.run)
+            self._tasks.start_soon(self.desk.frames.run)
+            await self.bus.subscribe(subjects.holder(self.me.id), self._notice)
+            await self.bus.subscribe("control.cancel.*", self._cancel)
+            await self.bus.subscribe(subjects.credit(self.me.id), self._credit)
+            await self.bus.subscribe(subjects.handoff(self.me.id), self._handoff)
+            await self.bus.barrier()
+            self.ready = True
+            while True:
+                await anyio.sleep(REPEAT_PERIOD_S / 2)
+                self._publish(self.ledger.tick(self.clock(), time.time()))
+                self._measure()
+
+    async def drain(self) -> None:
+        """Promise nothing new, and let what runs finish. The caller sets the bound."""
+        self.ledger.draining = True
+        while self._jobs:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def let_go(self) -> None:
+        """The bound of the drain has passed: give every request back, alive."""
+        for job in self._jobs.values():
+            job.happen(Event.LEFT)
+
+    def presence(self) -> Presence:
+        """What others may know of this worker."""
+        info = self.engine.info
+        return Presence(
+            role="decode",
+            id=self.me.id,
+            epoch=self.me.epoch,
+            ready=self.ready,
+            draining=self.ledger.draining,
+            load=1.0 - self.ledger.free / self.ledger.blocks,
+            blocks=self.ledger.blocks,
+            blocks_free=max(0, self.ledger.free - self.ledger.reserve),
+            asks_waiting=self.ledger.count(GrantState.WAITING),
+            model=info.model,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            fingerprint=info.fingerprint,
+        )
+
+    def _credit(self, message: Message) -> None:
+        """An ask, or a return."""
+        said = credit_decoder.decode(message.data)
+        self._publish(self.ledger.ask(said, self.clock()) if isinstance(said, Ask) else self.ledger.give_back(said.ask))
+
+    def _handoff(self, message: Message) -> None:
+        """A completion event. It is repeated until answered, so each must be answered, and only the first may have an effect."""
+        handoff = handoff_decoder.decode(message.data)
+        consumption = self.ledger.consume(handoff.ask, handoff.epoch)
+        if consumption in _REFUSALS:
+            self._post(message.reply, encode(_REFUSALS[consumption]))
+        elif consumption is Consumption.AGAIN:
+            self._repeated(handoff, message.reply)
+        else:
+            self._start(handoff, message.reply)
+
+    def _repeated(self, handoff: Handoff, answer_at: str) -> None:
+        job = self._jobs.get(handoff.ask)
+        if job is not None and not job.accepted:
+            job.answer_at = answer_at
+        else:
+            self._post(answer_at, encode(HandoffAnswer(state="accepted")))
+
+    def _start(self, handoff: Handoff, answer_at: str) -> None:
+        job = DecodeJob(self.desk, handoff, answer_at)
+        if subjects.token(handoff.request) in self._cancelled:
+            job.happen(Event.CANCELLED)
+        self._jobs[handoff.ask] = job
+        self._tasks.start_soon(self._run, job)
+
+    async def _run(self, job: DecodeJob) -> None:
+        try:
+            await job.run()
+        finally:
+            del self._jobs[job.handoff.ask]
+            metrics.DECODES.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+            if not self._jobs:
+                self._idle.set()
+
+    def _notice(self, message: Message) -> None:
+        """A receiver speaks to the holder of a claim."""
+        notice = notice_decoder.decode(message.data)
+        for job in self._jobs.values():
+            if job.holding.claim != notice.claim:
+                continue
+            if isinstance(notice.answer, From):
+                job.resend(notice.answer.index)
+            else:
+                job.happen(EVENT_OF[type(notice.answer)])
+
+    def _cancel(self, message: Message) -> None:
+        """`control.cancel.<request>`: the subject says it all."""
+        request = message.subject.rpartition(".")[2]
+        self._cancelled.add(request)
+        for job in self._jobs.values():
+            if subjects.token(job.handoff.request) == request:
+                job.happen(Event.CANCELLED)
+
+    def _publish(self, verdicts: Verdicts) -> None:
+        for subject, verdict in verdicts:
+            self._post(subject, encode(verdict))
+
+    def _post(self, subject: str, payload: bytes) -> None:
+        """Answer from within a handler. What cannot be sent now will be asked for again."""
+        with contextlib.suppress(BusError):
+            self.bus.post(subject, payload)
+
+    def _measure(self) -> None:
+        ledger, usage = self.ledger, self.engine.usage()
+        for state, blocks in {
+            "total": ledger.blocks,
+            "free": ledger.free,
+            "reserve": ledger.reserve,
+            "granted": ledger.blocks_in(GrantState.GRANTED),
+            "consumed": ledger.blocks_in(GrantState.CONSUMED),
+        }.items():
+            metrics.BLOCKS.labels(state=state).set(blocks)
+        metrics.ASKS_WAITING.set(ledger.count(GrantState.WAITING))
+        metrics.ENGINE_PREEMPTIONS.set(usage.preemptions)
+        metrics.ENGINE_KV_USAGE_RATIO.set(usage.kv_usage_ratio)

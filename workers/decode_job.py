@@ -1,0 +1,191 @@
+"""One request at decode: from its handoff to the ack of the message that brought it."""
+
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from pipeline.bus.connection import Bus
+from pipeline.protocol.credits import Ledger, Verdicts
+from pipeline.protocol.messages import (
+    Done,
+    Failed,
+    Handoff,
+    HandoffAnswer,
+    Tokens,
+    Usage,
+    encode,
+    unpack_ids,
+)
+from pipeline.protocol.reply import Outbox
+from pipeline.protocol.request import Decode, Effect, Event, Stage, step_decode
+from pipeline.telemetry import metrics
+from workers.engines.port import Engine, FinishReason
+from workers.frames import FrameSender
+from workers.holding import EVENT_OF, Holding
+from workers.identity import Identity, new_claim
+from workers.jobs import Job
+from workers.leases import LeaseKeeper
+
+
+class Desk(msgspec.Struct, frozen=True, kw_only=True):
+    """What every decode job of a worker shares. `publish` sends the ledger's verdicts."""
+
+    bus: Bus
+    engine: Engine
+    me: Identity
+    ledger: Ledger
+    leases: LeaseKeeper
+    frames: FrameSender
+    publish: Callable[[Verdicts], None]
+    clock: Callable[[], float]
+
+
+class DecodeJob(Job):
+    """Carries out what the machine of `pipeline.protocol.request` says. Its blocks are the ledger's until STOP."""
+
+    def __init__(self, desk: Desk, handoff: Handoff, answer_at: str) -> None:
+        self.desk = desk
+        self.handoff = handoff
+        self.answer_at = answer_at
+        self.accepted = False
+        self.holding = Holding(
+            bus=desk.bus,
+            me=desk.me,
+            request=handoff.request,
+            claim=new_claim(desk.me),
+            ack_subject=handoff.ack,
+            reply_to=handoff.reply_to,
+            claim_at=handoff.claim_at,
+            encoding=handoff.encoding,
+        )
+        self.state = Decode(arbitrated=self.holding.arbitrated)
+        self.outbox = Outbox(handoff.request, self.holding.claim)
+        self._finish: FinishReason | None = None
+        self._cached_tokens = 0
+        self._frames_held = False
+        self._holds_blocks = True
+        self._refused_for = Event.FAILED
+        self._lease: str | None = None
+        super().__init__(desk.clock() + handoff.deadline_s - time.time(), desk.clock)
+        self.happen(Event.TAKEN)
+
+    @property
+    def stage(self) -> Stage:
+        return self.state.stage
+
+    def step(self, event: Event) -> tuple[Effect, ...]:
+        self.state, effects = step_decode(self.state, event)
+        self._refused_for = event
+        return effects
+
+    def beside(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
+        return {Effect.CLAIM: self._claim, Effect.DECODE: self._decode, Effect.TELL: self._tell}
+
+    def at_once(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
+        return {
+            Effect.ACCEPT: self._accept,
+            Effect.REFUSE: self._refuse,
+            Effect.HOLD_FRAMES: self._hold_frames,
+            Effect.LET_FRAMES_GO: self._let_frames_go,
+            Effect.STOP: self._stop,
+            Effect.ACK: self.holding.ack,
+            Effect.NAK: self.holding.nak,
+        }
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            self._release()
+            if self._lease is not None:
+                self.desk.leases.let_go(self._lease)
+
+    def resend(self, index: int) -> None:
+        """The receiver misses tokens from this index on."""
+        for frame in self.outbox.since(index):
+            self._send(frame)
+
+    async def answer(self, state: HandoffAnswer) -> None:
+        """Answer the handoff, where it was last repeated."""
+        await self.desk.bus.publish(self.answer_at, encode(state))
+
+    # Effects
+
+    async def _claim(self) -> None:
+        """Take over from prefill; in doubt, ask again under the same claim."""
+        self.happen(EVENT_OF[type(await self.holding.claim_it(follows=self.handoff.claim))])
+
+    async def _accept(self) -> None:
+        self._lease = self.desk.leases.hold(self.handoff.ack, lambda: self.happen(Event.DOUBT))
+        self.accepted = True
+        await self.answer(HandoffAnswer(state="accepted"))
+
+    async def _refuse(self) -> None:
+        match self._refused_for:
+            case Event.FENCED:
+                await self.answer(HandoffAnswer(state="refused", reason="fenced"))
+            case Event.GONE | Event.WHOLE | Event.CANCELLED:
+                await self.answer(HandoffAnswer(state="refused", reason="gone"))
+            case _:
+                await self.answer(HandoffAnswer(state="refused", reason="no_grant"))
+
+    async def _decode(self) -> None:
+        handoff, began_s = self.handoff, self._clock()
+        prompt = unpack_ids(handoff.ids)
+        steps = self.desk.engine.decode(self.holding.claim, prompt, handoff.salt, handoff.chat, handoff.max_tokens)
+        async for step in steps:
+            if began_s:
+                self._began(began_s, step.cached_tokens, len(prompt))
+                began_s = 0.0
+            metrics.DECODE_TOKENS.inc(len(step.token_ids))
+            if frame := self.outbox.add(list(step.token_ids), step.text):
+                self._send(frame)
+            self._finish = step.finish_reason
+        self.happen(Event.GENERATED)
+
+    def _began(self, began_s: float, cached_tokens: int, prompt_tokens: int) -> None:
+        self._cached_tokens = cached_tokens
+        metrics.FIRST_STEP_SECONDS.observe(self._clock() - began_s)
+        metrics.DECODE_LOADED_TOKENS.inc(cached_tokens)
+        metrics.DECODE_RECOMPUTED_TOKENS.inc(prompt_tokens - cached_tokens)
+
+    async def _hold_frames(self) -> None:
+        self._frames_held = True
+
+    async def _let_frames_go(self) -> None:
+        """The receiver drops what it has, so all of them may go again: which ones got through before the doubt is not known."""
+        self._frames_held = False
+        self.resend(0)
+
+    async def _tell(self) -> None:
+        await self.desk.frames.flush()
+        self.happen(await self.holding.tell(self._end(), self.resend))
+
+    def _end(self) -> Done | Failed:
+        if self._finish is None:
+            return Failed(1, self.handoff.request, self.holding.claim, self.outbox.length, self.error.body())
+        usage = Usage(
+            prompt_tokens=len(self.handoff.ids) // 4,
+            completion_tokens=self.outbox.length,
+            cached_tokens=self.handoff.cached_tokens,
+            decode_cached_tokens=self._cached_tokens,
+            prefill_generated_tokens=self.handoff.prefill_generated_tokens,
+            prefill=self.handoff.prefill,
+            decode=self.desk.me.id,
+        )
+        return self.outbox.done(self._finish, usage)
+
+    async def _stop(self) -> None:
+        await self.stop_working()
+        self._release()
+
+    def _release(self) -> None:
+        """The engine holds nothing for this request any more. Once."""
+        if self._holds_blocks:
+            self._holds_blocks = False
+            self.desk.publish(self.desk.ledger.release(self.handoff.ask))
+
+    def _send(self, frame: Tokens) -> None:
+        if not self._frames_held:
+            self.desk.frames.send(self.handoff.reply_to, frame, self.handoff.encoding)

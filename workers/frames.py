@@ -1,0 +1,54 @@
+"""Frames on their way out: those of one engine step that go to one receiver travel as one message.
+
+All requests of a step wake in the same turn of the event loop, so it is enough to send what has gathered in the next turn.
+"""
+
+from typing import Final
+
+import anyio
+import structlog
+
+from pipeline.bus.connection import Bus
+from pipeline.errors import HeadraceError
+from pipeline.protocol.messages import AnyFrame, Encoding, encode, frame_for
+from pipeline.telemetry import metrics
+
+log: Final = structlog.get_logger("frames")
+
+
+class FrameSender:
+    """Gathers tokens frames by subject and publishes them. What waits is bounded by one step of the engine."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._gathered: dict[str, list[AnyFrame]] = {}
+        self._alone: list[tuple[str, bytes]] = []
+        self._wake = anyio.Event()
+
+    def send(self, subject: str, frame: AnyFrame, encoding: Encoding) -> None:
+        """Send soon. A JSON receiver gets each frame as a message of its own."""
+        metrics.FRAMES.inc()
+        if encoding == "json":
+            self._alone.append((subject, frame_for(frame, "json")))
+        else:
+            self._gathered.setdefault(subject, []).append(frame)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Publish what gathers, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake = anyio.Event()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Publish what has gathered so far."""
+        gathered, self._gathered = self._gathered, {}
+        alone, self._alone = self._alone, []
+        for subject, payload in [*alone, *((subject, encode(frames)) for subject, frames in gathered.items())]:
+            metrics.FRAME_MESSAGES.inc()
+            try:
+                await self._bus.publish(subject, payload)
+            except HeadraceError as error:
+                # A frame that is lost is repaired from the next one's index, or from `Done`.
+                log.warning("frames not sent", subject=subject, error=str(error))

@@ -1,0 +1,126 @@
+"""Running one request's machine: events in, effects out, and every task of it owned by one group.
+
+A job takes one event at a time, steps its machine and carries out the effects in order. Effects that take time run beside it and
+report back by further events; STOP cancels those that work, at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from pipeline.bus.errors import BusError
+from pipeline.errors import EngineDead, ReplyError, RequestError, ServiceError
+from pipeline.protocol.request import Effect, Event, Stage
+
+log: Final = structlog.get_logger("job")
+
+TELLING_GRACE_S: Final = 5.0
+"""After its deadline a request's end is told for this long; then its receiver is taken for gone."""
+
+
+class Job(ABC):
+    """One request at one worker. `deadline_s` is on the same clock as `clock`."""
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
+        self.deadline_s = deadline_s
+        self.error: ReplyError = ServiceError("The request failed.")
+        self.ended_by: Event | None = None
+        self._clock = clock
+        self._events: list[Event] = []
+        self._wake = anyio.Event()
+        self._working: list[anyio.CancelScope] = []
+        self._tasks: TaskGroup
+
+    @property
+    @abstractmethod
+    def stage(self) -> Stage:
+        """Where the machine is."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the machine has come to its end."""
+        return self.stage is Stage.ENDED
+
+    @abstractmethod
+    def step(self, event: Event) -> tuple[Effect, ...]:
+        """Step the machine."""
+
+    @abstractmethod
+    def beside(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
+        """Effects that take time, by what carries them out. STOP cancels them, but for CLAIM and TELL."""
+
+    @abstractmethod
+    def at_once(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
+        """Effects that are carried out before the next event is looked at."""
+
+    def happen(self, event: Event, error: ReplyError | None = None) -> None:
+        """Something has happened to this request. Callable from any callback."""
+        if error is not None:
+            self.error = error
+        self._events.append(event)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Live until the machine has ended."""
+        beside, at_once = self.beside(), self.at_once()
+        async with anyio.create_task_group() as self._tasks:
+            while not self.ended:
+                event = await self._next()
+                effects = self.step(event)
+                if self.ended:
+                    self.ended_by = event
+                for effect in effects:
+                    if effect in at_once:
+                        await self._carry_out(effect, at_once[effect])
+                    else:
+                        self._tasks.start_soon(self._run_beside, effect, beside[effect])
+            self._tasks.cancel_scope.cancel()
+
+    async def stop_working(self) -> None:
+        """Cancel what works for this request: rendering, asking, the engine."""
+        for scope in self._working:
+            scope.cancel()
+        self._working.clear()
+
+    async def _next(self) -> Event:
+        """The next event. Past the deadline that is DEADLINE, and UNHEARD once the end has been told for long enough."""
+        while not self._events:
+            grace_s = TELLING_GRACE_S if self.stage is Stage.ENDING else 0.0
+            left_s = self.deadline_s + grace_s - self._clock()
+            self._wake = anyio.Event()
+            with anyio.move_on_after(max(0.0, left_s)) as timer:
+                await self._wake.wait()
+            if timer.cancelled_caught:
+                return Event.UNHEARD if self.stage is Stage.ENDING else Event.DEADLINE
+        return self._events.pop(0)
+
+    async def _run_beside(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
+        if effect in (Effect.CLAIM, Effect.TELL):
+            await self._carry_out(effect, carry_out)
+            return
+        with anyio.CancelScope() as scope:
+            self._working.append(scope)
+            await self._carry_out(effect, carry_out)
+
+    async def _carry_out(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
+        """Failures become events: a job never takes its worker down."""
+        try:
+            await carry_out()
+        except EngineDead as error:
+            self.happen(Event.LEFT, error)
+        except RequestError as error:
+            self.happen(Event.INVALID, error)
+        except ReplyError as error:
+            self.happen(Event.FAILED, error)
+        except BusError as error:
+            log.warning("broker out of reach", effect=effect.name, error=str(error))
+            self.happen(Event.DOUBT)
+        except Exception as error:
+            log.exception("effect failed", effect=effect.name)
+            self.happen(
+                Event.FAILED, ServiceError(f"Internal error ({type(error).__name__}) while carrying out {effect.name}.")
+            )

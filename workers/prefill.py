@@ -1,0 +1,238 @@
+"""The prefill loop: take a request, read its prompt into a KV cache, and hand it over where room has been promised.
+
+    deliveries ─► slots ─► one `PrefillJob` each:
+        claim it at its receiver │ render and tokenise, once │ ask decode for blocks │ prefill, max_tokens = 1
+        all four true ─► handoff.<decode> ─► accepted: the message is decode's
+
+What to do when is `pipeline.protocol.request`; which pulls to offer is `pipeline.protocol.slots`.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+from anyio.abc import TaskGroup
+
+from pipeline.bus import acks
+from pipeline.bus.connection import Bus, Message
+from pipeline.bus.puller import Delivery, Puller
+from pipeline.config import Config
+from pipeline.limits import PRESENCE_PERIOD_S, SURPLUS_HOLD_S, TOMBSTONES_MAX
+from pipeline.protocol import placement, subjects
+from pipeline.protocol.intake import Rules
+from pipeline.protocol.messages import Presence, notice_decoder, verdict_decoder
+from pipeline.protocol.presence import Presences
+from pipeline.protocol.request import Event
+from pipeline.protocol.slots import Offer, Slots
+from pipeline.protocol.subjects import CLASSES, Shard
+from pipeline.telemetry import metrics
+from workers.engines.port import Engine
+from workers.holding import EVENT_OF
+from workers.identity import Identity
+from workers.leases import LeaseKeeper
+from workers.prefill_job import Desk, PrefillJob
+from workers.tombstones import Tombstones
+
+QUEUED_TOKENS_MAX: Final = 65_536
+"""Prompt tokens in progress at which a worker is fully loaded: what queues behind them would be too late for interactive use."""
+
+OUTCOMES: Final[dict[Event | None, str]] = {
+    Event.ACCEPTED: "handed_off",
+    Event.GONE: "gone",
+    Event.CANCELLED: "cancelled",
+    Event.FENCED: "fenced",
+    Event.DEADLINE: "expired",
+}
+
+
+class PrefillWorker:
+    """One engine's prefill loop: offers slots, and runs a job for each request that takes one."""
+
+    def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity, presences: Presences) -> None:
+        self.bus, self.engine, self.config, self.me, self.presences = bus, engine, config, me, presences
+        self.clock: Callable[[], float] = time.monotonic
+        self.slots = Slots(config.prefill.slots)
+        self.queued_tokens = 0
+        self.ready = False
+        self.desk = Desk(
+            bus=bus,
+            engine=engine,
+            config=config,
+            me=me,
+            rules=Rules(
+                reply_subjects=config.requests.reply_subjects, timeout_max_s=dict(config.requests.timeout_max_s)
+            ),
+            leases=LeaseKeeper(bus, self.clock),
+            verdicts_at=bus.inbox(),
+            decoders=self.decoders,
+            weigh=self.weigh,
+            clock=self.clock,
+        )
+        self._shards = [Shard(klass, n) for klass in CLASSES for n in range(config.requests.shards)]
+        self._puller = Puller(bus, self._delivered, self._pull_ended)
+        self._jobs: dict[str, PrefillJob] = {}
+        self._held: dict[str, Delivery] = {}
+        self._cancelled = Tombstones(TOMBSTONES_MAX)
+        self._idle = anyio.Event()
+        self._tasks: TaskGroup
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self.desk.leases.run)
+            await self.bus.subscribe(self.desk.verdicts_at, self._verdict)
+            await self.bus.subscribe(subjects.holder(self.me.id), self._notice)
+            await self.bus.subscribe("control.cancel.*", self._cancel)
+            await self._puller.start()
+            await self.bus.barrier()
+            self.ready = True
+            self._tasks.start_soon(self._give_back_surplus)
+            await self._keep_ranks()
+
+    async def drain(self) -> None:
+        """Take nothing new, give back what only waits, and let what runs finish. The caller sets the bound."""
+        self.slots.close()
+        await self._puller.stop()
+        await self._return_surplus()
+        while self._jobs:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def let_go(self) -> None:
+        """The bound of the drain has passed: give every request back, alive."""
+        for job in self._jobs.values():
+            job.happen(Event.LEFT)
+
+    def presence(self) -> Presence:
+        """What others may know of this worker."""
+        info = self.engine.info
+        return Presence(
+            role="prefill",
+            id=self.me.id,
+            epoch=self.me.epoch,
+            ready=self.ready,
+            draining=not self.slots.open,
+            load=self.slots.load,
+            slots=self.slots.capacity,
+            slots_free=self.slots.free,
+            model=info.model,
+            max_model_len=info.max_model_len,
+            block_size=info.block_size,
+            fingerprint=info.fingerprint,
+        )
+
+    def decoders(self) -> list[Presence]:
+        """Decode workers whose engine can load what ours computes."""
+        mine = self.engine.info.fingerprint
+        return [peer for peer in self.presences.live("decode", self.clock()) if peer.fingerprint == mine]
+
+    # Deliveries and slots
+
+    def _delivered(self, delivery: Delivery) -> None:
+        """A message has come. Its pull is replaced before anything else is done with it."""
+        backlog = subjects.parse_ack(delivery.ack).pending
+        has_slot = self.slots.delivered(delivery.ack, delivery.shard, backlog, self.clock())
+        self._offer()
+        if has_slot:
+            self._start(delivery)
+        else:
+            metrics.DELIVERIES.labels(kind="surplus").inc()
+            self._held[delivery.ack] = delivery
+
+    def _pull_ended(self, shard: Shard, count: int) -> None:
+        self.slots.ended(shard, count)
+        self._offer()
+
+    def _offer(self) -> None:
+        self._pull(self.slots.offers(self.clock()))
+
+    def _pull(self, offers: list[Offer]) -> None:
+        for offer in offers:
+            self._puller.offer(offer.shard, offer.batch, offer.priority)
+
+    def _start(self, delivery: Delivery) -> None:
+        job = PrefillJob(self.desk, delivery)
+        metrics.DELIVERIES.labels(kind="again" if job.again else "first").inc()
+        if subjects.token(job.address.request) in self._cancelled:
+            job.happen(Event.CANCELLED)
+        self._jobs[delivery.ack] = job
+        self._tasks.start_soon(self._run, delivery.ack, job)
+
+    async def _run(self, key: str, job: PrefillJob) -> None:
+        try:
+            await job.run()
+        finally:
+            del self._jobs[key]
+            metrics.PREFILLS.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+            self._finished()
+
+    def _finished(self) -> None:
+        """A slot is free: it goes to a held message first, then back to the shards."""
+        self._weigh()
+        key = self.slots.finished()
+        if key is not None:
+            self._start(self._held.pop(str(key)))
+        self._offer()
+        if not self._jobs:
+            self._idle.set()
+
+    async def _give_back_surplus(self) -> None:
+        while True:
+            await anyio.sleep(SURPLUS_HOLD_S / 2)
+            await self._return_surplus()
+            self._offer()
+
+    async def _return_surplus(self) -> None:
+        for key in self.slots.surplus(self.clock()):
+            await acks.nak(self.bus, self._held.pop(str(key)).ack)
+
+    async def _keep_ranks(self) -> None:
+        """Ranks follow who lives; a pull that stands keeps its old rank until it ends."""
+        while True:
+            self._weigh()
+            live = {peer.id: float(peer.slots) for peer in self.presences.ready("prefill", self.clock())}
+            live[self.me.id] = float(self.slots.capacity)
+            self._pull(self.slots.rank(placement.ranks(self.me.id, self._shards, live), self.clock()))
+            await anyio.sleep(PRESENCE_PERIOD_S)
+
+    def weigh(self, tokens: int) -> None:
+        """So many prompt tokens more (or fewer) are in progress here."""
+        self.queued_tokens += tokens
+        self._weigh()
+
+    def _weigh(self) -> None:
+        self.slots.load = placement.load(
+            busy=self.slots.busy,
+            slots=self.slots.capacity,
+            queued_tokens=self.queued_tokens,
+            queued_tokens_max=QUEUED_TOKENS_MAX,
+            kv_usage_ratio=self.engine.usage().kv_usage_ratio,
+        )
+        metrics.SLOTS.labels(state="busy").set(self.slots.busy)
+        metrics.SLOTS.labels(state="free").set(self.slots.free)
+        metrics.PULLS_OUTSTANDING.set(self.slots.outstanding)
+
+    # What others say
+
+    def _verdict(self, message: Message) -> None:
+        """Verdicts name the ask, whose id begins with the claim of its job."""
+        verdict = verdict_decoder.decode(message.data)
+        claim = verdict.ask.rpartition(".")[0]
+        for job in self._jobs.values():
+            if job.holding.claim == claim and job.asking is not None:
+                job.send(job.verdict(verdict))
+
+    def _notice(self, message: Message) -> None:
+        notice = notice_decoder.decode(message.data)
+        for job in self._jobs.values():
+            if job.holding.claim == notice.claim and type(notice.answer) in EVENT_OF:
+                job.happen(EVENT_OF[type(notice.answer)])
+
+    def _cancel(self, message: Message) -> None:
+        """`control.cancel.<request>`: the subject says it all."""
+        request = message.subject.rpartition(".")[2]
+        self._cancelled.add(request)
+        for job in self._jobs.values():
+            if subjects.token(job.address.request) == request:
+                job.happen(Event.CANCELLED)

@@ -1,0 +1,295 @@
+"""One request at prefill: from its delivery to the moment that a decode worker has taken it over."""
+
+import contextlib
+import random
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+from typing import Final
+
+import anyio
+import msgspec
+
+from pipeline.bus.connection import Bus
+from pipeline.bus.errors import BusError
+from pipeline.bus.puller import Delivery
+from pipeline.config import Config
+from pipeline.errors import CapacityError, InvalidField, ModelNotFound, ReplyError, RequestError
+from pipeline.limits import HANDOFF_TIMEOUT_S, SECOND_ASK_AFTER_S
+from pipeline.protocol import intake, subjects
+from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
+from pipeline.protocol.credits import Asking, Send
+from pipeline.protocol.intake import Intake, Rules
+from pipeline.protocol.messages import (
+    Failed,
+    Handoff,
+    HandoffAnswer,
+    Presence,
+    Verdict,
+    encode,
+    handoff_answer_decoder,
+    pack_ids,
+)
+from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefill
+from pipeline.telemetry import metrics
+from workers.engines.port import Engine, Prefilled
+from workers.holding import EVENT_OF, Holding
+from workers.identity import Identity, new_claim
+from workers.jobs import Job
+from workers.leases import LeaseKeeper
+
+HANDOFF_TRIES: Final = 5
+"""Then the decode worker may have it or not, and only the broker can tell: let go, without a NAK."""
+
+_REFUSALS: Final = {"gone": Event.GONE, "fenced": Event.FENCED}
+
+
+class Desk(msgspec.Struct, frozen=True, kw_only=True):
+    """What every prefill job of a worker shares. `weigh` is told of prompt tokens in progress, more or fewer."""
+
+    bus: Bus
+    engine: Engine
+    config: Config
+    me: Identity
+    rules: Rules
+    leases: LeaseKeeper
+    verdicts_at: str
+    decoders: Callable[[], list[Presence]]
+    weigh: Callable[[int], None]
+    clock: Callable[[], float]
+
+
+class PrefillJob(Job):
+    """Carries out what the machine of `pipeline.protocol.request` says."""
+
+    def __init__(self, desk: Desk, delivery: Delivery) -> None:
+        self.desk = desk
+        self.delivery = delivery
+        self.ack = subjects.parse_ack(delivery.ack)
+        self.stored = subjects.parse_stored(delivery.subject)
+        self.address = intake.address(delivery.data, delivery.headers, self.ack, desk.rules)
+        self.holding = Holding(
+            bus=desk.bus,
+            me=desk.me,
+            request=self.address.request,
+            claim=new_claim(desk.me),
+            ack_subject=delivery.ack,
+            reply_to=self.address.reply_to,
+            claim_at=self.address.claim_at,
+            encoding=self.address.encoding,
+        )
+        self.state = Prefill()
+        self.asking: Asking | None = None
+        self._verdict_came = anyio.Event()
+        self._ids: list[int] = []
+        self._max_tokens = 0
+        self._prefilled: Prefilled | None = None
+        self._weight = 0
+        self._lease = desk.leases.hold(delivery.ack, lambda: self.happen(Event.DOUBT))
+        super().__init__(self._deadline_s(), desk.clock)
+        self.happen(Event.DELIVERED_AGAIN if self.again else Event.DELIVERED)
+
+    @property
+    def again(self) -> bool:
+        """Whether the broker has delivered it before. A hint, no fence."""
+        return self.ack.delivered > 1
+
+    @property
+    def stage(self) -> Stage:
+        return self.state.stage
+
+    @cached_property
+    def intake(self) -> Intake:
+        """The request. Raises `RequestError` where it is malformed."""
+        return intake.read(self.delivery.data, self.delivery.headers, self.stored, self.ack, self.desk.rules)
+
+    @cached_property
+    def salt(self) -> str:
+        """Whose cached prefixes this request may share."""
+        return cache_salt(self.stored.creator, self.desk.config.requests.salt_scope, self.desk.engine.info.fingerprint)
+
+    def step(self, event: Event) -> tuple[Effect, ...]:
+        self.state, effects = step_prefill(self.state, event)
+        return effects
+
+    def beside(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
+        return {
+            Effect.CLAIM: self._claim,
+            Effect.RENDER: self._render,
+            Effect.ASK: self._ask,
+            Effect.PREFILL: self._prefill,
+            Effect.HAND_OFF: self._hand_off,
+            Effect.TELL: self._tell,
+        }
+
+    def at_once(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
+        return {
+            Effect.STOP: self._stop,
+            Effect.DEAD_LETTER: self._dead_letter,
+            Effect.ACK: self.holding.ack,
+            Effect.NAK: self.holding.nak,
+        }
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            self.desk.leases.let_go(self._lease)
+            self.desk.weigh(-self._weight)
+
+    def verdict(self, verdict: Verdict) -> list[Send]:
+        """A decode worker has answered an ask of this job. Returns what to send it."""
+        assert self.asking is not None
+        sends = self.asking.verdict(verdict)
+        self._verdict_came.set()
+        return sends
+
+    # Effects
+
+    async def _claim(self) -> None:
+        self.happen(EVENT_OF[type(await self.holding.claim_it(follows=None))])
+
+    async def _render(self) -> None:
+        self.deadline_s = self._clock() + self.intake.deadline_s - time.time()
+        chat, info = self.intake.chat, self.desk.engine.info
+        if chat.model not in (None, info.model):
+            raise ModelNotFound(f"The model {chat.model!r} is not served here; {info.model!r} is.", param="model")
+        self._ids = await self.desk.engine.render(self.intake.tree)
+        self._max_tokens = reply_tokens(
+            len(self._ids), chat.reply_tokens_max, self.desk.config.requests.default_max_tokens, info.max_model_len
+        )
+        self._weight = len(self._ids)
+        self.desk.weigh(self._weight)
+        self.happen(Event.RENDERED)
+
+    async def _ask(self) -> None:
+        """Ask until there is a grant, and keep asking, so that it is kept, until it has been handed off."""
+        if self.asking is None:
+            self.asking = Asking(
+                self.address.request,
+                self.holding.claim,
+                blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size),
+                self.intake.deadline_s,
+                self.desk.verdicts_at,
+            )
+        asked_s, had = self._clock(), False
+        while True:
+            self.send(self.asking.tick(self._clock(), self.desk.decoders(), (random.random(), random.random())))
+            if self.asking.impossible:
+                raise InvalidField(f"The request is too large: it {self.asking.impossible}.", param="max_tokens")
+            has = self.asking.grant is not None
+            if has and not had:
+                metrics.CREDIT_WAIT_SECONDS.observe(self._clock() - asked_s)
+            if has != had:
+                self.happen(Event.GRANTED if has else Event.GRANT_LOST)
+            had = has
+            self._verdict_came = anyio.Event()
+            with anyio.move_on_after(SECOND_ASK_AFTER_S):
+                await self._verdict_came.wait()
+
+    async def _prefill(self) -> None:
+        began_s = self._clock()
+        self._prefilled = await self.desk.engine.prefill(self.holding.claim, self._ids, self.salt)
+        metrics.PREFILL_SECONDS.observe(self._clock() - began_s)
+        metrics.PREFILL_PROMPT_TOKENS.inc(len(self._ids))
+        metrics.PREFILL_CACHED_TOKENS.inc(self._prefilled.cached_tokens)
+        metrics.PREFILL_GENERATED_TOKENS.inc(self._prefilled.generated_tokens)
+        self.happen(Event.STORED)
+
+    async def _hand_off(self) -> None:
+        assert self.asking is not None
+        grant = self.asking.grant
+        if grant is None:
+            self.happen(Event.GRANT_LOST)
+            return
+        began_s = self._clock()
+        answer = await self._offered(grant.decode, encode(self._handoff(grant.ask, grant.epoch)))
+        metrics.HANDOFF_SECONDS.observe(self._clock() - began_s)
+        if answer is None:
+            self.happen(Event.DOUBT)
+        elif answer.state == "accepted":
+            self.asking.handed_off()
+            self.happen(Event.ACCEPTED)
+        elif answer.reason in _REFUSALS:
+            self.happen(_REFUSALS[answer.reason])
+        else:
+            self.asking.lost()
+            self.happen(Event.REFUSED)
+
+    async def _offered(self, decode: str, payload: bytes) -> HandoffAnswer | None:
+        """Repeat the handoff under the same grant until it is answered: accepting is idempotent."""
+        for _ in range(HANDOFF_TRIES):
+            try:
+                return handoff_answer_decoder.decode(
+                    await self.desk.bus.request(subjects.handoff(decode), payload, HANDOFF_TIMEOUT_S)
+                )
+            except BusError:
+                await anyio.sleep(SECOND_ASK_AFTER_S)
+        return None
+
+    def _handoff(self, ask: str, epoch: str) -> Handoff:
+        assert self._prefilled is not None
+        return Handoff(
+            request=self.address.request,
+            klass=self.intake.klass,
+            ask=ask,
+            epoch=epoch,
+            claim=self.holding.claim,
+            ack=self.delivery.ack,
+            reply_to=self.intake.reply_to,
+            claim_at=self.address.claim_at,
+            encoding=self.address.encoding,
+            deadline_s=self.intake.deadline_s,
+            ids=pack_ids(self._ids),
+            salt=self.salt,
+            max_tokens=self._max_tokens,
+            chat={name: value for name, value in self.intake.tree.items() if name != "messages"},
+            cached_tokens=self._prefilled.cached_tokens,
+            prefill_generated_tokens=self._prefilled.generated_tokens,
+            prefill=self.desk.me.id,
+        )
+
+    async def _tell(self) -> None:
+        frame = Failed(1, self.address.request, self.holding.claim, 0, self.error.body())
+        self.happen(await self.holding.tell(frame, resend=lambda _: None))
+
+    async def _stop(self) -> None:
+        await self.stop_working()
+        if self.asking is not None:
+            self.send(self.asking.stop())
+
+    async def _dead_letter(self) -> None:
+        """Keep a copy, with the reason, of what will not be tried again."""
+        reason = "malformed"
+        metrics.DEAD_LETTERS.labels(reason=reason).inc()
+        headers = {**(self.delivery.headers or {}), "Headrace-Reason": _header_text(self.error)}
+        headers = {name: value for name, value in headers.items() if not name.lower().startswith("nats-")}
+        try:
+            await self.desk.bus.store(
+                subjects.dead_letter(reason, self.stored.shard.klass),
+                self.delivery.data,
+                msg_id=secrets.token_hex(16),
+                timeout_s=HANDOFF_TIMEOUT_S,
+                headers=headers,
+            )
+        except CapacityError:
+            # Without its copy the message must not be acked: it comes again.
+            self.happen(Event.DOUBT)
+
+    def send(self, sends: list[Send]) -> None:
+        """Publish what the asker has to say. What cannot be sent now is repeated, or expires."""
+        for send in sends:
+            with contextlib.suppress(BusError):
+                self.desk.bus.post(subjects.credit(send.decode), encode(send.message))
+
+    def _deadline_s(self) -> float:
+        """The class's maximum, until the request has been read and says its own."""
+        longest_s = self.desk.rules.timeout_max_s[self.stored.shard.klass]
+        return self.desk.clock() + self.ack.stored_at_s + longest_s - time.time()
+
+
+def _header_text(error: ReplyError) -> str:
+    """An error as one header line. `param` says which field is to blame."""
+    text = f"{error.param}: {error.message}" if isinstance(error, RequestError) and error.param else error.message
+    return " ".join(text.split())[:512]

@@ -1,0 +1,149 @@
+"""One worker process: its connection, its engine, its loop, and how they start and end.
+
+    connect ─► start and warm up the engine ─► check the streams ─► loop and presence ─► SIGTERM ─► drain ─► close
+
+It ends with an error when its engine dies: whoever supervises it starts a new one, in a new epoch.
+"""
+
+import signal
+import time
+from contextlib import AsyncExitStack
+from typing import Final, Literal
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+from pipeline.bus.presence import Announcer, Watcher
+
+from pipeline.bus import streams
+from pipeline.bus.connection import Bus
+from pipeline.config import Config
+from pipeline.errors import OperatorError
+from pipeline.limits import DRAIN_S
+from pipeline.paths import JETSTREAM
+from pipeline.protocol.presence import Presences
+from pipeline.telemetry import metrics
+from workers.decode import DecodeWorker
+from workers.engines.port import Engine
+from workers.identity import new_identity
+from workers.prefill import PrefillWorker
+
+Role = Literal["prefill", "decode"]
+Loop = PrefillWorker | DecodeWorker
+
+log: Final = structlog.get_logger("worker")
+
+HEALTH_PERIOD_S: Final = 0.5
+LAG_PERIOD_S: Final = 0.1
+
+
+def make_engine(config: Config, role: Role, model_path: str | None) -> Engine:
+    """The engine that the configuration names. vLLM is imported here and nowhere before."""
+    if config.engine == "simulated":
+        from workers.engines.simulated import SimulatedEngine  # noqa: PLC0415
+
+        return SimulatedEngine(config, role)
+    from workers.engines.vllm import VllmEngine  # noqa: PLC0415
+
+    assert model_path is not None
+    return VllmEngine(config, role, model_path)
+
+
+async def run_worker(config: Config, role: Role, worker_id: str, model_path: str | None) -> None:
+    """Run until SIGTERM or SIGINT. Raises `OperatorError` for a set-up that cannot work, `EngineDead` for a lost engine."""
+    engine = make_engine(config, role, model_path)
+    process = _Process(config, role, worker_id, engine)
+    async with AsyncExitStack() as cleanup:
+        cleanup.push_async_callback(_shielded_close, engine)
+        await process.run()
+
+
+async def _shielded_close(engine: Engine) -> None:
+    with anyio.CancelScope(shield=True):
+        await engine.close()
+
+
+class _Process:
+    """The life of the process. `loop` is set once it serves: before that a signal ends it at once."""
+
+    def __init__(self, config: Config, role: Role, worker_id: str, engine: Engine) -> None:
+        self.config, self.role, self.worker_id, self.engine = config, role, worker_id, engine
+        self.loop: Loop | None = None
+        self._tasks: TaskGroup
+
+    async def run(self) -> None:
+        async with anyio.create_task_group() as self._tasks:
+            self._tasks.start_soon(self._obey_signals)
+            async with await Bus.connect(
+                self.config.nats.url, self.worker_id, self.config.nats.connect_timeout_s
+            ) as bus:
+                await self._check_streams(bus)
+                began_s = time.monotonic()
+                await self.engine.start()
+                await self.engine.warm_up()
+                log.info("engine ready", seconds=round(time.monotonic() - began_s, 1), **_said(self.engine))
+                await self._serve(bus)
+
+    async def _serve(self, bus: Bus) -> None:
+        me, presences = new_identity(self.worker_id), Presences()
+        self.loop = loop = (
+            PrefillWorker(bus, self.engine, self.config, me, presences)
+            if self.role == "prefill"
+            else DecodeWorker(bus, self.engine, self.config, me)
+        )
+        self._tasks.start_soon(self._watch_engine)
+        self._tasks.start_soon(_measure_lag)
+        async with Watcher(bus, presences, time.monotonic), Announcer(bus, loop.presence):
+            log.info("serving", epoch=me.epoch)
+            await loop.run()
+
+    async def _check_streams(self, bus: Bus) -> None:
+        """A worker on streams that are not as declared would lose or misplace requests."""
+        differences = await streams.diff(bus, streams.declared(JETSTREAM))
+        if differences:
+            raise OperatorError(
+                f"The streams on {self.config.nats.url} are not as declared: {'; '.join(map(str, differences[:3]))}.",
+                "Run `headrace streams apply`.",
+            )
+
+    async def _obey_signals(self) -> None:
+        """The first signal drains, a second one ends at once."""
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                if self.loop is None or self._draining:
+                    self._tasks.cancel_scope.cancel()
+                    return
+                self._draining = True
+                self._tasks.start_soon(self._drain, self.loop)
+
+    _draining = False
+
+    async def _drain(self, loop: Loop) -> None:
+        log.info("draining")
+        with anyio.move_on_after(DRAIN_S) as bound:
+            await loop.drain()
+        if bound.cancelled_caught:
+            log.warning("drain took too long: giving requests back", bound_s=DRAIN_S)
+            loop.let_go()
+            with anyio.move_on_after(1.0):
+                await loop.drain()
+        self._tasks.cancel_scope.cancel()
+
+    async def _watch_engine(self) -> None:
+        """`check` raises `EngineDead`, which ends the process."""
+        while True:
+            await anyio.sleep(HEALTH_PERIOD_S)
+            await self.engine.check()
+
+
+async def _measure_lag() -> None:
+    """How late the event loop wakes us: what else is slow when this is."""
+    while True:
+        asked_s = time.monotonic()
+        await anyio.sleep(LAG_PERIOD_S)
+        metrics.LOOP_LAG_SECONDS.set(max(0.0, time.monotonic() - asked_s - LAG_PERIOD_S))
+
+
+def _said(engine: Engine) -> dict[str, object]:
+    info = engine.info
+    return {"model": info.model, "kv_blocks": info.kv_blocks, "block_size": info.block_size}
