@@ -97,8 +97,8 @@ class Ledger:
         """An ask, new or repeated. Answers with its present state, or with a refusal."""
         entry = self._entries.get(ask.ask)
         if entry is not None:
+            # The first words count: a repeat renews an ask, and cannot change what it asks for.
             entry.heard_s = now_s
-            entry.ask = ask
             return [self._verdict(entry)]
         if reason := self._refusal(ask):
             self.totals.refused += 1
@@ -286,15 +286,13 @@ class Asking:
             if verdict.never:
                 self._never[verdict.decode] = verdict.reason
             return []
-        mine = self.grant is None or self.grant.ask == verdict.ask
         if verdict.state == "waiting":
             # A restarted decode worker has forgotten its grant: the repeated ask waits there anew.
-            self.grant = None if mine else self.grant
+            self.grant = None
             return []
-        if mine:
-            self.grant = Grant(verdict.ask, verdict.decode, verdict.epoch)
-        assert self.grant is not None
-        return self._give_back_all_but(self.grant.ask)
+        # With a grant there are no other asks, so this is the first one, or the same one again.
+        self.grant = Grant(verdict.ask, verdict.decode, verdict.epoch)
+        return self._give_back_all_but(verdict.ask)
 
     def lost(self) -> None:
         """The grant is worth nothing any more: its worker has refused the handoff. Search again."""

@@ -8,7 +8,6 @@ A **request** is one flat map: OpenAI's chat fields, and beside them a few of ou
 knows what it means.
 """
 
-import math
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
@@ -133,11 +132,7 @@ _UNSUPPORTED: Final[tuple[tuple[str, Any], ...]] = (
 
 
 def check_chat(chat: Chat) -> None:
-    """Raise `InvalidField` for what no struct can say: NaN, and features not served yet."""
-    for name in ("temperature", "top_p"):
-        value = getattr(chat, name)
-        if value is not None and not math.isfinite(value):
-            raise InvalidField(f"{name} must be a finite number, got {value}.", param=name)
+    """Raise `InvalidField` for features that are not served yet."""
     for name, harmless in _UNSUPPORTED:
         value = getattr(chat, name)
         if value is not None and value != harmless:
@@ -167,21 +162,19 @@ def to_chat(tree: Mapping[str, Any], as_type: type[ChatT]) -> ChatT:
         chat = msgspec.convert(tree, as_type)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
-        raise InvalidField(_plain(message, path), param=path.strip("`").lstrip(".") or _missing(message)) from None
+        place = path.strip("`").lstrip(".")
+        if "missing required field" in message:
+            # msgspec puts a missing field's name into the message, not into the path.
+            place = ".".join(filter(None, (place, message.split("`")[1])))
+        raise InvalidField(f"{_why(message, place)}.", param=place or None) from None
     check_chat(chat)
     return chat
 
 
-def _plain(message: str, path: str) -> str:
-    place = path.strip("`").lstrip(".")
+def _why(message: str, place: str) -> str:
     if place.endswith(".type") and "content" in place:
-        return f"{place}: only text parts are served. {message}."
-    return f"{place}: {message}." if place else f"{message}."
-
-
-def _missing(message: str) -> str | None:
-    """msgspec puts a missing field's name into the message, not into the path."""
-    return message.split("`")[1] if "missing required field" in message else None
+        return f"{place}: only text parts are served; {message}"
+    return f"{place}: {message}" if place else message
 
 
 # --------------------------------------------------------------------------------------------------------------

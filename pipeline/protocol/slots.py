@@ -118,7 +118,11 @@ class Slots:
     def _top_up(self, shard: Shard, lane: _Lane) -> Offer | None:
         """Own shards hold half the free slots open, so that a burst does not run past a single hand to the next worker."""
         want = max(1, ceil(self.free / 2)) if lane.rank == 0 else 1
-        return self._offer(shard, lane, want - lane.outstanding)
+        batch = want - lane.outstanding
+        if batch <= 0:
+            return None
+        lane.outstanding += batch
+        return Offer(shard, batch, lane.rank)
 
     def _share(self, lanes: Iterable[tuple[Shard, _Lane]]) -> list[Offer]:
         """One pull each in turn, until every free slot has one."""
@@ -126,15 +130,8 @@ class Slots:
         left = self.free - sum(lane.outstanding for _, lane in backlogged)
         offers = []
         for shard, lane in backlogged[: max(0, left)]:
-            if offer := self._offer(shard, lane, 1):
-                offers.append(offer)
-                self._turn.remove(shard)
-                self._turn.append(shard)
+            lane.outstanding += 1
+            offers.append(Offer(shard, 1, lane.rank))
+            self._turn.remove(shard)
+            self._turn.append(shard)
         return offers
-
-    @staticmethod
-    def _offer(shard: Shard, lane: _Lane, batch: int) -> Offer | None:
-        if batch <= 0:
-            return None
-        lane.outstanding += batch
-        return Offer(shard, batch, lane.rank)

@@ -39,7 +39,7 @@ def test_packed_ids_are_little_endian() -> None:
         ({}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"content": "hi"}]}, "role"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens"),

@@ -1,0 +1,115 @@
+"""The gateway's door: its two bounds, and how long it tells those outside to wait."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import CapacityError, NoWorkers
+from pipeline.protocol.admission import (
+    DRAIN_MEMORY_S,
+    RETRY_AFTER_MAX_S,
+    RETRY_AFTER_MIN_S,
+    RETRY_UNMEASURED_S,
+    Admission,
+    DrainRate,
+)
+
+
+def drained_at(rate: float, seconds: float) -> Admission:
+    """A full door of one place, after `rate` requests a second for `seconds`."""
+    door = Admission(1)
+    for number in range(round(rate * seconds)):
+        door.enter(1, 1, number / rate)
+        door.leave(number / rate, drained=True)
+    door.enter(1, 1, seconds)
+    return door
+
+
+def refused_wait_s(door: Admission, now_s: float) -> float:
+    with pytest.raises(CapacityError) as refused:
+        door.enter(1, 1, now_s)
+    assert refused.value.retry_after_s is not None
+    return refused.value.retry_after_s
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [(0, 1, "No prefill worker"), (1, 0, "No decode worker"), (0, 0, "No prefill and no decode worker")],
+)
+def test_a_request_that_lacks_a_kind_of_worker_is_told_which(prefill: int, decode: int, words: str) -> None:
+    door = Admission(1)
+    with pytest.raises(NoWorkers, match=words) as refused:
+        door.enter(prefill, decode, 0.0)
+    assert refused.value.retry_after_s == RETRY_UNMEASURED_S
+    assert door.in_flight == 0
+
+
+def test_no_more_than_the_bound_are_inside_and_one_that_leaves_makes_room() -> None:
+    door = Admission(2)
+    door.enter(1, 1, 0.0)
+    door.enter(1, 1, 0.0)
+    with pytest.raises(CapacityError) as refused:
+        door.enter(1, 1, 0.0)
+    assert (refused.value.status, refused.value.retryable) == (503, True)
+    assert door.in_flight == 2
+    door.leave(0.1, drained=True)
+    door.enter(1, 1, 0.1)
+    assert door.in_flight == 2
+
+
+def test_a_door_that_nobody_is_inside_of_cannot_be_left() -> None:
+    with pytest.raises(AssertionError):
+        Admission(1).leave(0.0, drained=True)
+
+
+def test_a_fast_drain_asks_for_the_shortest_wait() -> None:
+    assert refused_wait_s(drained_at(rate=100, seconds=10), 10.0) == RETRY_AFTER_MIN_S
+
+
+def test_a_slow_drain_asks_to_wait_as_long_as_a_place_takes() -> None:
+    assert refused_wait_s(drained_at(rate=0.25, seconds=60), 60.0) == pytest.approx(4.0, rel=0.25)
+
+
+def test_a_crowd_that_is_refused_comes_back_spread_over_the_places_it_needs() -> None:
+    door = drained_at(rate=10, seconds=30)
+    waits = [refused_wait_s(door, 30.0) for _ in range(100)]
+    assert waits == sorted(waits)
+    assert waits[-1] == pytest.approx(10.0, rel=0.1)
+    assert refused_wait_s(door, 50.0) == RETRY_AFTER_MIN_S
+
+
+def test_a_drain_that_stalls_asks_for_the_longest_wait() -> None:
+    assert refused_wait_s(drained_at(rate=10, seconds=10), 10.0 + 20 * DRAIN_MEMORY_S) == RETRY_AFTER_MAX_S
+
+
+def test_a_request_that_never_reached_the_queue_says_nothing_about_the_drain() -> None:
+    door = Admission(1)
+    for _ in range(1000):
+        door.enter(1, 1, 0.0)
+        door.leave(0.0, drained=False)
+    door.enter(1, 1, 0.0)
+    assert refused_wait_s(door, 0.0) == RETRY_UNMEASURED_S
+
+
+@pytest.mark.parametrize("rate", [0.5, 5.0, 500.0])
+def test_the_measured_rate_is_the_true_one(rate: float) -> None:
+    drain = DrainRate()
+    for number in range(round(rate * 40)):
+        drain.freed(number / rate)
+    assert drain.per_s(40.0) == pytest.approx(rate, rel=0.12)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), st.booleans()), max_size=200))
+def test_the_wait_stays_within_its_bounds_whatever_happens(steps: list[tuple[float, bool]]) -> None:
+    door = Admission(3)
+    now_s = 0.0
+    for pause_s, arrives in steps:
+        now_s += pause_s
+        if not arrives:
+            if door.in_flight:
+                door.leave(now_s, drained=True)
+        elif door.in_flight < door.in_flight_max:
+            door.enter(1, 1, now_s)
+        else:
+            assert RETRY_AFTER_MIN_S <= refused_wait_s(door, now_s) <= RETRY_AFTER_MAX_S
+        assert 0 <= door.in_flight <= door.in_flight_max

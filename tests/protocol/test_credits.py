@@ -1,0 +1,315 @@
+"""Credits: no order of asks, returns, handoffs and silences can make a block appear or vanish."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pipeline.limits import ASK_SILENT_MAX_S, ASKS_WAITING_MAX, REPEAT_PERIOD_S, SECOND_ASK_AFTER_S
+from pipeline.protocol.credits import ENDED_REMEMBERED, Asking, Consumption, Grant, GrantState, Ledger, Send, Verdicts
+from pipeline.protocol.messages import Ask, Presence, Return, Verdict
+
+FAR_S = 1e12
+
+
+def ask(name: str, blocks: int = 10, deadline_s: float = FAR_S) -> Ask:
+    return Ask(ask=name, request="r", claim="c", blocks=blocks, deadline_s=deadline_s, answer_to=f"inbox.{name}")
+
+
+def ledger(blocks: int = 100) -> Ledger:
+    return Ledger("decode-1", "e1", blocks)
+
+
+def states(verdicts: Verdicts) -> dict[str, str]:
+    return {verdict.ask: verdict.state for _, verdict in verdicts}
+
+
+def test_an_ask_that_fits_is_granted_at_once_and_says_by_whom() -> None:
+    book = ledger()
+    [(subject, verdict)] = book.ask(ask("a"), 0.0)
+    assert subject == "inbox.a"
+    assert (verdict.state, verdict.decode, verdict.epoch) == ("granted", "decode-1", "e1")
+    assert book.free == 90
+
+
+def test_a_repeated_ask_is_answered_with_its_state_and_takes_nothing_more() -> None:
+    book = ledger()
+    book.ask(ask("a"), 0.0)
+    assert states(book.ask(ask("a"), 0.1)) == {"a": "granted"}
+    book.ask(ask("a", 50), 0.1)
+    assert book.free == 90
+    book.check()
+
+
+def test_a_tenth_of_the_blocks_is_never_granted() -> None:
+    book = ledger()
+    assert states(book.ask(ask("a", 90), 0.0)) == {"a": "granted"}
+    assert states(book.ask(ask("b", 1), 0.0)) == {"b": "waiting"}
+    assert book.free == book.reserve == 10
+
+
+def test_the_waiting_are_served_in_order_and_all_or_nothing() -> None:
+    book = ledger()
+    book.ask(ask("a", 60), 0.0)
+    book.ask(ask("big", 50), 0.0)
+    assert states(book.ask(ask("small", 5), 0.0)) == {"small": "waiting"}, "a small one may not starve the big one"
+    assert states(book.give_back("a")) == {"big": "granted", "small": "granted"}
+
+
+def test_what_can_never_fit_is_refused_for_good() -> None:
+    [(_, verdict)] = ledger().ask(ask("a", 91), 0.0)
+    assert verdict.state == "refused"
+    assert verdict.never
+    assert "90" in verdict.reason
+
+
+def test_a_full_waiting_list_and_a_draining_worker_refuse_for_now() -> None:
+    book = ledger()
+    book.ask(ask("a", 90), 0.0)
+    for number in range(ASKS_WAITING_MAX):
+        book.ask(ask(f"w{number}"), 0.0)
+    [(_, verdict)] = book.ask(ask("late"), 0.0)
+    assert (verdict.state, verdict.never) == ("refused", False)
+    book = ledger()
+    book.draining = True
+    assert states(book.ask(ask("a"), 0.0)) == {"a": "refused"}
+
+
+def test_a_grant_is_spent_once_and_a_repeated_handoff_is_recognised() -> None:
+    book = ledger()
+    book.ask(ask("a"), 0.0)
+    assert book.consume("a", "e1") is Consumption.FRESH
+    assert book.consume("a", "e1") is Consumption.AGAIN
+    assert book.give_back("a") == [], "what is spent cannot be given back"
+    book.release("a")
+    assert book.consume("a", "e1") is Consumption.AGAIN
+    assert book.free == 100
+
+
+def test_a_handoff_without_a_live_grant_finds_none() -> None:
+    book = ledger()
+    assert book.consume("a", "e1") is Consumption.NO_GRANT
+    assert book.consume("a", "e0") is Consumption.OLD_EPOCH
+    book.ask(ask("a", 90), 0.0)
+    book.ask(ask("w"), 0.0)
+    assert book.consume("w", "e1") is Consumption.NO_GRANT
+
+
+def test_only_so_many_ended_grants_are_remembered() -> None:
+    book = ledger()
+    for number in range(ENDED_REMEMBERED + 1):
+        book.ask(ask(f"{number}", 1), 0.0)
+        book.consume(f"{number}", "e1")
+        book.release(f"{number}")
+    assert book.consume("0", "e1") is Consumption.NO_GRANT
+    assert book.consume("1", "e1") is Consumption.AGAIN
+
+
+def test_an_asker_that_falls_silent_loses_its_grant_and_its_place() -> None:
+    book = ledger()
+    book.ask(ask("a", 90), 0.0)
+    book.ask(ask("w", 10), 0.0)
+    book.ask(ask("w", 10), 0.5)
+    assert states(book.tick(ASK_SILENT_MAX_S + 0.01, 0.0)) == {"w": "granted"}
+    assert (book.totals.expired, book.free) == (1, 90)
+    book.ask(ask("x", 90), 0.7)
+    book.tick(2.0, 0.0)
+    assert book.count(GrantState.WAITING) == 0
+    assert book.totals.expired == 2, "an ask that only waited does not count as an expired grant"
+
+
+def test_an_ask_past_its_deadline_is_dropped() -> None:
+    book = ledger()
+    book.ask(ask("a", deadline_s=100.0), 0.0)
+    book.tick(0.1, 101.0)
+    assert book.free == 100
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any order of anything: every block is in one place, every grant in one state."""
+
+    names = st.sampled_from([f"a{number}" for number in range(12)])
+
+    @initialize(blocks=st.integers(1, 60))
+    def begin(self, blocks: int) -> None:
+        self.book = ledger(blocks)
+        self.now_s = 0.0
+        self.consumed: set[str] = set()
+
+    @rule(name=names, blocks=st.integers(1, 40))
+    def asks(self, name: str, blocks: int) -> None:
+        if self.book.consume(name, "other") is Consumption.OLD_EPOCH and name not in self.consumed:
+            self.book.ask(ask(name, blocks), self.now_s)
+
+    @rule(name=names)
+    def gives_back(self, name: str) -> None:
+        self.book.give_back(name)
+
+    @rule(name=names)
+    def hands_off(self, name: str) -> None:
+        if self.book.consume(name, "e1") is Consumption.FRESH:
+            assert name not in self.consumed, "spent twice"
+            self.consumed.add(name)
+
+    @rule(name=names)
+    def finishes(self, name: str) -> None:
+        if name in self.consumed and self.book._entries.get(name):
+            self.book.release(name)
+
+    @rule(passed_s=st.floats(0.0, 1.0))
+    def time_passes(self, passed_s: float) -> None:
+        self.now_s += passed_s
+        self.book.tick(self.now_s, self.now_s)
+
+    @invariant()
+    def blocks_are_conserved(self) -> None:
+        self.book.check()
+
+    @invariant()
+    def nobody_waits_for_what_is_free(self) -> None:
+        waiting = [entry.ask.blocks for entry in self.book._waiting.values()]
+        assert not waiting or self.book.free - waiting[0] < self.book.reserve
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The asker's half
+
+
+def peer(name: str, free: int = 100, *, ready: bool = True, waiting: int = 0) -> Presence:
+    return Presence(role="decode", id=name, epoch="e1", ready=ready, blocks=200, blocks_free=free, asks_waiting=waiting)
+
+
+def asking() -> Asking:
+    return Asking("r", "c", 10, FAR_S, "inbox")
+
+
+def verdict(sent: Send, state: str, *, epoch: str = "e1", never: bool = False) -> Verdict:
+    assert isinstance(sent.message, Ask)
+    return Verdict(
+        ask=sent.message.ask,
+        request="r",
+        state=state,  # type: ignore[arg-type]
+        decode=sent.decode,
+        epoch=epoch,
+        reason="why",
+        never=never,
+    )
+
+
+def test_of_two_drawn_workers_the_one_with_more_room_is_asked() -> None:
+    live = [peer("a", 5), peer("b", 50), peer("c", 500)]
+    assert [sent.decode for sent in asking().tick(0.0, live, (0.0, 0.4))] == ["b"]
+    assert [sent.decode for sent in asking().tick(0.0, live, (0.9, 0.4))] == ["c"]
+    crowded = [peer("a", 50, waiting=9), peer("b", 40)]
+    assert [sent.decode for sent in asking().tick(0.0, crowded, (0.0, 0.9))] == ["b"]
+
+
+def test_an_ask_is_repeated_under_its_id_every_period() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a")], (0, 0))
+    assert search.tick(REPEAT_PERIOD_S / 2, [peer("a")], (0, 0)) == []
+    assert search.tick(REPEAT_PERIOD_S, [peer("a")], (0, 0)) == [first]
+
+
+def test_a_slow_answer_leads_to_a_second_ask_where_there_is_room_and_the_loser_is_returned() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a"), peer("b", 50), peer("c", 3)], (0, 0))
+    assert search.verdict(verdict(first, "waiting")) == []
+    live = [peer("a"), peer("b", 50), peer("c", 3)]
+    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0.9, 0.9))
+    assert second.decode == "b"
+    assert search.tick(SECOND_ASK_AFTER_S * 1.5, live, (0, 0)) == [], "two at once are enough"
+    assert isinstance(first.message, Ask)
+    assert search.verdict(verdict(second, "granted")) == [Send("a", Return(ask=first.message.ask))]
+    assert search.grant is not None
+    assert search.grant.decode == "b"
+    assert search.verdict(verdict(first, "granted")) == [Send("a", Return(ask=first.message.ask))], (
+        "a late one goes back"
+    )
+
+
+def test_no_second_ask_where_nobody_has_room() -> None:
+    search = asking()
+    search.tick(0.0, [peer("a"), peer("c", 3)], (0, 0))
+    assert search.tick(SECOND_ASK_AFTER_S, [peer("a"), peer("c", 3)], (0, 0)) == []
+
+
+def test_who_refuses_for_now_is_asked_again_and_who_never_can_is_not() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "refused"))
+    [again] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(again, "refused", never=True))
+    assert search.tick(0.0, live, (0, 0)) == []
+    assert search.impossible == "why"
+    assert search.verdict(verdict(again, "refused")) == [], "a late refusal needs no return"
+
+
+def test_with_nobody_alive_the_search_waits() -> None:
+    search = asking()
+    assert search.tick(0.0, [], (0, 0)) == []
+    assert search.tick(0.0, [peer("a", ready=False)], (0, 0)) == []
+    assert search.impossible is None
+    assert len(search.tick(0.0, [peer("a")], (0, 0))) == 1
+
+
+def test_a_worker_that_dies_takes_its_grant_with_it() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a")], (0, 0))
+    search.verdict(verdict(first, "granted"))
+    [other] = search.tick(0.05, [peer("b")], (0, 0))
+    assert (search.grant, other.decode) == (None, "b")
+
+
+def test_a_restarted_worker_owes_nothing_until_it_grants_anew() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a")], (0, 0))
+    search.verdict(verdict(first, "granted"))
+    search.verdict(verdict(first, "waiting", epoch="e2"))
+    assert search.grant is None
+    search.verdict(verdict(first, "granted", epoch="e2"))
+    assert isinstance(first.message, Ask)
+    assert search.grant == Grant(first.message.ask, "a", "e2")
+
+
+def test_a_waiting_answer_elsewhere_does_not_touch_the_grant() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    assert search.verdict(verdict(second, "waiting")) == [Send(second.decode, Return(ask=second.message.ask))]
+    assert search.grant is not None
+
+
+def test_a_refused_handoff_loses_the_grant_and_the_search_goes_on_under_a_new_id() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    search.lost()
+    [second] = search.tick(0.0, live, (0, 0))
+    assert search.grant is None
+    assert first.message.ask != second.message.ask
+
+
+def test_when_the_request_ends_everything_is_given_back_but_what_was_handed_off() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    assert search.stop() == [Send("a", Return(ask=first.message.ask))]
+    search = asking()
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    search.handed_off()
+    assert search.stop() == []
+
+
+def test_the_waiting_answer_of_two_keeps_both() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0, 0))
+    assert search.verdict(verdict(first, "waiting")) == search.verdict(verdict(second, "waiting")) == []
+    assert pytest.approx(len(search.stop())) == 2

@@ -1,0 +1,144 @@
+"""Replies: in order, once, whole or with an error, whatever the network does to the frames."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import ErrorBody
+from pipeline.limits import REPEAT_PERIOD_S
+from pipeline.protocol.messages import Claim, Done, Failed, Fenced, From, Gone, Notice, Tokens, Usage, Whole
+from pipeline.protocol.reply import Heard, Outbox, Receiver
+
+USAGE = Usage(
+    prompt_tokens=3,
+    completion_tokens=0,
+    cached_tokens=0,
+    decode_cached_tokens=0,
+    prefill_generated_tokens=1,
+    prefill="p",
+    decode="d",
+)
+
+
+def claim(name: str, follows: str | None = None) -> Claim:
+    return Claim(request="r", claim=name, epoch="e", holder=f"holder.{name}", ack="$JS.ACK.x", follows=follows)
+
+
+def held(name: str = "a") -> tuple[Receiver, Outbox]:
+    receiver = Receiver("r")
+    receiver.claim(claim(name))
+    return receiver, Outbox("r", name)
+
+
+def sent(outbox: Outbox, ids: list[int], text: str) -> Tokens:
+    frame = outbox.add(ids, text)
+    assert frame is not None
+    return frame
+
+
+def test_tokens_are_delivered_in_order_and_the_end_is_said_once() -> None:
+    receiver, outbox = held()
+    assert receiver.frame(sent(outbox, [1], "Hel"), 0.0) == Heard(text="Hel", ids=(1,))
+    assert receiver.frame(sent(outbox, [2, 3], "lo"), 0.0) == Heard(text="lo", ids=(2, 3))
+    done = outbox.done("stop", USAGE)
+    assert receiver.frame(done, 0.0) == Heard(answer=Whole(), end=done)
+    assert receiver.frame(done, 0.0) == Heard(answer=Whole(), repeated=3)
+    assert (receiver.ids, receiver.text) == ([1, 2, 3], "Hello")
+
+
+def test_a_repeated_frame_is_counted_and_dropped() -> None:
+    receiver, outbox = held()
+    frame = sent(outbox, [1, 2], "x")
+    receiver.frame(frame, 0.0)
+    assert receiver.frame(frame, 0.0) == Heard(repeated=2)
+
+
+def test_a_gap_asks_the_holder_once_a_period() -> None:
+    receiver, outbox = held()
+    sent(outbox, [1], "a")
+    missing = Heard(notice=("holder.a", Notice("r", "a", From(0))))
+    assert receiver.frame(sent(outbox, [2], "b"), 0.0) == missing
+    assert receiver.frame(sent(outbox, [3], "c"), 0.01) == Heard()
+    assert receiver.frame(sent(outbox, [4], "d"), REPEAT_PERIOD_S) == missing
+    for frame in outbox.since(0):
+        receiver.frame(frame, 1.0)
+    assert receiver.text == "abcd"
+
+
+def test_a_lost_tail_is_mended_from_the_end() -> None:
+    receiver, outbox = held()
+    receiver.frame(sent(outbox, [1], "a"), 0.0)
+    sent(outbox, [2], "b")
+    assert outbox.add([], "!") is None, "text without a token travels with the end"
+    done = outbox.done("stop", USAGE)
+    assert receiver.frame(done, 0.0) == Heard(text="b!", ids=(2,), answer=Whole(), end=done)
+
+
+def test_held_back_text_goes_with_the_next_token() -> None:
+    outbox = Outbox("r", "a")
+    outbox.add([], "x")
+    assert sent(outbox, [1], "y").text == "xy"
+
+
+def test_frames_of_a_superseded_claim_are_refused_and_their_sender_is_told() -> None:
+    receiver, old = held("a")
+    receiver.frame(sent(old, [1], "a"), 0.0)
+    receiver.claim(claim("b"))
+    stale = sent(old, [2], "b")
+    assert receiver.frame(stale, 0.0) == Heard(answer=Fenced(), notice=("holder.a", Notice("r", "a", Fenced())))
+    assert receiver.text == "a"
+
+
+def test_frames_of_a_claim_that_nobody_made_are_refused() -> None:
+    assert Receiver("r").frame(Tokens(1, "r", "x", 0, b"", "x"), 0.0) == Heard(answer=Fenced())
+
+
+def test_another_claim_continues_after_what_was_delivered() -> None:
+    receiver, old = held("a")
+    receiver.frame(sent(old, [1, 2], "ab"), 0.0)
+    receiver.claim(claim("b"))
+    heard = receiver.frame(sent(Outbox("r", "b", delivered=2), [3], "c"), 0.0)
+    assert heard.text == "c"
+    assert receiver.ids == [1, 2, 3]
+
+
+def test_an_error_ends_the_reply() -> None:
+    receiver, _ = held()
+    failed = Failed(1, "r", "a", 0, ErrorBody(message="m", type="t", code="c", status=500))
+    assert receiver.frame(failed, 0.0) == Heard(answer=Whole(), end=failed)
+    assert receiver.frame(failed, 0.0).end is None
+
+
+def test_when_the_client_leaves_the_holder_is_told_and_everybody_after_it() -> None:
+    receiver, outbox = held()
+    assert receiver.leave() == ("holder.a", Notice("r", "a", Gone()))
+    assert receiver.leave() is None
+    assert receiver.frame(sent(outbox, [1], "x"), 0.0) == Heard(answer=Gone())
+    assert receiver.claim(claim("b")) == Gone()
+
+
+def test_leaving_before_any_claim_or_after_the_end_tells_nobody() -> None:
+    assert Receiver("r").leave() is None
+    receiver, outbox = held()
+    receiver.frame(outbox.done("stop", USAGE), 0.0)
+    assert receiver.leave() is None
+
+
+def test_a_gap_before_any_claim_cannot_ask_anybody() -> None:
+    receiver = Receiver("r")
+    receiver.arbiter.gone = False
+    assert receiver.frame(Tokens(1, "r", "a", 5, b"", ""), 0.0).notice is None
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=8), st.randoms(use_true_random=False))
+def test_whatever_is_lost_repeated_or_reordered_each_token_arrives_once_and_in_order(
+    steps: list[list[int]], chance: object
+) -> None:
+    receiver, outbox = held()
+    frames = [sent(outbox, ids, f"<{','.join(map(str, ids))}>") for ids in steps]
+    wire: list[Tokens | Done] = [frame for frame in frames * 2 if chance.random() < 0.7]  # type: ignore[attr-defined]
+    chance.shuffle(wire)  # type: ignore[attr-defined]
+    text = "".join(receiver.frame(frame, 0.0).text for frame in [*wire, outbox.done("stop", USAGE)])
+    assert text == "".join(frame.text for frame in frames)
+    assert receiver.ids == [token for ids in steps for token in ids]
+    assert isinstance(receiver.frame(outbox.done("stop", USAGE), 0.0).answer, Whole)
+    assert not isinstance(receiver.frame(outbox.done("stop", USAGE), 0.0).end, Failed)
