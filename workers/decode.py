@@ -77,6 +77,7 @@ class DecodeWorker:
         )
         self._jobs: dict[str, DecodeJob] = {}
         self._cancelled = Tombstones(TOMBSTONES_MAX)
+        self._counted: dict[str, int] = {}
         self._idle = anyio.Event()
         self._tasks: TaskGroup
 
@@ -204,6 +205,10 @@ class DecodeWorker:
             "consumed": ledger.blocks_in(GrantState.CONSUMED),
         }.items():
             metrics.BLOCKS.labels(state=state).set(blocks)
+        for state in ("granted", "released", "returned", "expired", "refused"):
+            total: int = getattr(ledger.totals, state)
+            metrics.GRANTS.labels(state=state).inc(total - self._counted.get(state, 0))
+            self._counted[state] = total
         metrics.ASKS_WAITING.set(ledger.count(GrantState.WAITING))
         metrics.ENGINE_PREEMPTIONS.set(usage.preemptions)
         metrics.ENGINE_KV_USAGE_RATIO.set(usage.kv_usage_ratio)

@@ -13,13 +13,15 @@ import structlog
 from anyio.abc import TaskGroup
 
 from pipeline.bus.errors import BusError
-from pipeline.errors import EngineDead, ReplyError, RequestError, ServiceError
+from pipeline.errors import DeadlineExceeded, EngineDead, ReplyError, RequestError, ServiceError
 from pipeline.protocol.request import Effect, Event, Stage
 
 log: Final = structlog.get_logger("job")
 
 TELLING_GRACE_S: Final = 5.0
 """After its deadline a request's end is told for this long; then its receiver is taken for gone."""
+
+TOO_LATE: Final = "The request's time ran out before its reply was whole; give it a longer timeout_ms, or try again."
 
 
 class Job(ABC):
@@ -69,11 +71,8 @@ class Job(ABC):
         beside, at_once = self.beside(), self.at_once()
         async with anyio.create_task_group() as self._tasks:
             while not self.ended:
-                event = await self._next()
-                effects = self.step(event)
-                if self.ended:
-                    self.ended_by = event
-                for effect in effects:
+                self.ended_by = await self._next()
+                for effect in self.step(self.ended_by):
                     if effect in at_once:
                         await self._carry_out(effect, at_once[effect])
                     else:
@@ -95,8 +94,19 @@ class Job(ABC):
             with anyio.move_on_after(max(0.0, left_s)) as timer:
                 await self._wake.wait()
             if timer.cancelled_caught:
-                return Event.UNHEARD if self.stage is Stage.ENDING else Event.DEADLINE
+                return self._too_late()
         return self._events.pop(0)
+
+    def check_deadline(self) -> None:
+        """Before work that would come too late. Raises `DeadlineExceeded`."""
+        if self._clock() >= self.deadline_s:
+            raise DeadlineExceeded(TOO_LATE)
+
+    def _too_late(self) -> Event:
+        if self.stage is Stage.ENDING:
+            return Event.UNHEARD
+        self.error = DeadlineExceeded(TOO_LATE)
+        return Event.DEADLINE
 
     async def _run_beside(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
         if effect in (Effect.CLAIM, Effect.TELL):

@@ -151,7 +151,7 @@ class PrefillJob(Job):
         self.happen(EVENT_OF[type(await self.holding.claim_it(follows=None))])
 
     async def _render(self) -> None:
-        self.deadline_s = self._clock() + self.intake.deadline_s - time.time()
+        self.check_deadline()
         chat, info = self.intake.chat, self.desk.engine.info
         if chat.model not in (None, info.model):
             raise ModelNotFound(f"The model {chat.model!r} is not served here; {info.model!r} is.", param="model")
@@ -198,6 +198,7 @@ class PrefillJob(Job):
         self.happen(Event.STORED)
 
     async def _hand_off(self) -> None:
+        self.check_deadline()
         assert self.asking is not None
         grant = self.asking.grant
         if grant is None:
@@ -284,9 +285,12 @@ class PrefillJob(Job):
                 self.desk.bus.post(subjects.credit(send.decode), encode(send.message))
 
     def _deadline_s(self) -> float:
-        """The class's maximum, until the request has been read and says its own."""
-        longest_s = self.desk.rules.timeout_max_s[self.stored.shard.klass]
-        return self.desk.clock() + self.ack.stored_at_s + longest_s - time.time()
+        """On our own clock. What is malformed has its class's maximum to be answered in."""
+        try:
+            unix_s = self.intake.deadline_s
+        except RequestError:
+            unix_s = self.ack.stored_at_s + self.desk.rules.timeout_max_s[self.stored.shard.klass]
+        return self.desk.clock() + unix_s - time.time()
 
 
 def _header_text(error: ReplyError) -> str:

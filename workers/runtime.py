@@ -13,10 +13,10 @@ from typing import Final, Literal
 import anyio
 import structlog
 from anyio.abc import TaskGroup
-from pipeline.bus.presence import Announcer, Watcher
 
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus
+from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
 from pipeline.errors import OperatorError
 from pipeline.limits import DRAIN_S
@@ -69,6 +69,8 @@ class _Process:
     def __init__(self, config: Config, role: Role, worker_id: str, engine: Engine) -> None:
         self.config, self.role, self.worker_id, self.engine = config, role, worker_id, engine
         self.loop: Loop | None = None
+        self._draining = False
+        self._announcer: Announcer
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -93,9 +95,17 @@ class _Process:
         )
         self._tasks.start_soon(self._watch_engine)
         self._tasks.start_soon(_measure_lag)
-        async with Watcher(bus, presences, time.monotonic), Announcer(bus, loop.presence):
+        self._announcer = Announcer(bus, loop.presence)
+        watcher = Watcher(bus, presences, time.monotonic)
+        await watcher.start()
+        await self._announcer.start()
+        try:
             log.info("serving", epoch=me.epoch)
             await loop.run()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._announcer.stop()
+                await watcher.stop()
 
     async def _check_streams(self, bus: Bus) -> None:
         """A worker on streams that are not as declared would lose or misplace requests."""
@@ -115,8 +125,6 @@ class _Process:
                     return
                 self._draining = True
                 self._tasks.start_soon(self._drain, self.loop)
-
-    _draining = False
 
     async def _drain(self, loop: Loop) -> None:
         log.info("draining")

@@ -118,6 +118,14 @@ def test_an_asker_that_falls_silent_loses_its_grant_and_its_place() -> None:
     assert book.totals.expired == 2, "an ask that only waited does not count as an expired grant"
 
 
+def test_what_has_been_handed_off_needs_no_more_asking() -> None:
+    book = ledger()
+    book.ask(ask("a", deadline_s=100.0), 0.0)
+    book.consume("a", "e1")
+    book.tick(ASK_SILENT_MAX_S * 10, 200.0)
+    assert (book.free, book.totals.expired) == (90, 0)
+
+
 def test_an_ask_past_its_deadline_is_dropped() -> None:
     book = ledger()
     book.ask(ask("a", deadline_s=100.0), 0.0)

@@ -1,0 +1,199 @@
+"""The two loops together, on a real broker with simulated engines: the way of one request, and what may not happen on it."""
+
+import json
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from pipeline.bus.connection import Bus, Message
+from pipeline.protocol.credits import GrantState
+from pipeline.protocol.messages import Done, Failed
+from tests.nats_server import NatsServer
+from tests.workers.fleet import PROMPT, Caller, Fleet, backlog, config_for, fleet, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def at_rest(made: Fleet) -> None:
+    """Nothing is left anywhere: no message, no slot, no block, no lease."""
+    with anyio.fail_after(5.0):
+        while await backlog(made.bus):
+            await anyio.sleep(0.01)
+    for name in made.workers:
+        if name.startswith("decode"):
+            book = made.decode(name).ledger
+            await until(lambda book=book: book.free == book.blocks)
+            book.check()
+        else:
+            slots = made.prefill(name).slots
+            await until(lambda slots=slots: slots.busy == 0)
+
+
+async def test_a_request_is_prefilled_handed_over_decoded_and_acked(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        reply = await made.ask(max_tokens=10, ignore_eos=True)
+        assert isinstance(reply.end, Done)
+        usage = reply.end.usage
+        assert (usage.completion_tokens, len(reply.ids), reply.end.finish_reason) == (10, 10, "length")
+        assert (usage.prefill, usage.decode, usage.prefill_generated_tokens) == ("prefill-1", "decode-1", 1)
+        full = usage.prompt_tokens // 32 * 32
+        assert usage.decode_cached_tokens == (usage.prompt_tokens - 1 if full == usage.prompt_tokens else full)
+        assert reply.text
+        await at_rest(made)
+
+
+async def test_the_second_request_of_a_creator_finds_its_prefix_cached(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        first, second = await made.ask(max_tokens=4), await made.ask(max_tokens=4)
+        other = await made.ask(creator="bob", max_tokens=4)
+        assert isinstance(first.end, Done)
+        assert isinstance(second.end, Done)
+        assert isinstance(other.end, Done)
+        assert first.end.usage.cached_tokens == 0
+        assert second.end.usage.cached_tokens >= 64
+        assert other.end.usage.cached_tokens == 0, "another creator shares nothing"
+
+
+async def test_many_requests_of_many_creators_all_end_whole_and_leave_nothing(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url, slots=3), prefill=2, decode=2) as made:
+        replies = []
+
+        async def one(number: int) -> None:
+            replies.append(await made.ask(creator=f"c{number % 7}", max_tokens=8, ignore_eos=True))
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(60):
+                tasks.start_soon(one, number)
+        assert all(isinstance(reply.end, Done) and len(reply.ids) == 8 for reply in replies)
+        await at_rest(made)
+
+
+async def test_without_max_tokens_the_default_applies(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url, default_max_tokens=5)) as made:
+        assert len((await made.ask(ignore_eos=True)).ids) == 5
+
+
+async def test_a_full_decode_worker_makes_requests_wait_and_loses_none(broker: NatsServer) -> None:
+    # 30 blocks, a reserve of 3, about 6 blocks a request: four at a time.
+    async with fleet(config_for(broker.url, kv_blocks=30, slots=8)) as made:
+
+        async def one(number: int) -> None:
+            assert isinstance((await made.ask(creator=f"c{number}", max_tokens=20, ignore_eos=True)).end, Done)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(24):
+                tasks.start_soon(one, number)
+        assert made.workers["decode-1"].engine.usage().preemptions == 0
+        await at_rest(made)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "status"),
+    [
+        ({"messages": []}, "messages", 400),
+        ({"model": "gpt-5"}, "model", 404),
+        ({"max_tokens": 100_000}, "max_tokens", 400),
+        ({"messages": [{"role": "user", "content": "word " * 9000}]}, "messages", 400),
+        ({"temperature": -1}, "temperature", 400),
+    ],
+)
+async def test_a_bad_request_gets_an_error_that_names_the_field_and_a_copy_is_kept(
+    broker: NatsServer, fields: dict[str, Any], param: str, status: int
+) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        reply = await made.ask(**fields)
+        assert isinstance(reply.end, Failed)
+        assert (reply.end.error.param, reply.end.error.status) == (param, status)
+        assert await backlog(made.bus, "DLQ") == 1
+        await at_rest(made)
+
+
+async def test_an_expired_request_costs_no_prefill(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        reply = await made.ask(timeout_ms=1)
+        assert isinstance(reply.end, Failed)
+        assert reply.end.error.code == "deadline"
+        assert made.prefill().queued_tokens == 0
+        await at_rest(made)
+
+
+async def test_a_request_cancelled_while_decoding_stops_and_gives_its_blocks_back(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url, step_s=0.02)) as made:
+        caller = Caller(made.bus, "to-cancel")
+        await caller.listen()
+        await caller.publish("alice", max_tokens=500, ignore_eos=True)
+        await until(lambda: caller.frames > 2)
+        caller.leave()
+        await until(lambda: made.decode().ledger.count(GrantState.CONSUMED) == 0, within_s=1.0)
+        await at_rest(made)
+
+
+async def test_what_was_cancelled_while_queued_is_dropped_when_it_comes(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url), prefill=0) as made:
+        caller = Caller(made.bus, "to-cancel")
+        await caller.listen()
+        await caller.publish("alice", max_tokens=500, ignore_eos=True)
+        caller.leave()
+        await made.add("prefill", "prefill-1")
+        await at_rest(made)
+        assert caller.frames == 0
+
+
+async def test_a_failing_prefill_is_told_to_the_receiver(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        made.workers["prefill-1"].engine.fail_next("prefill")
+        reply = await made.ask()
+        assert isinstance(reply.end, Failed)
+        assert (reply.end.error.code, reply.end.error.retryable) == ("engine_failed", True)
+        await at_rest(made)
+
+
+async def test_a_producer_with_json_and_no_claim_subject_gets_json_frames(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made, await Bus.connect(broker.url, "producer") as producer:
+        frames: list[dict[str, object]] = []
+
+        def got(message: Message) -> None:
+            frames.append(json.loads(message.data))
+
+        inbox = producer.inbox()
+        await producer.subscribe(inbox, got)
+        body = {"messages": PROMPT, "max_tokens": 6, "ignore_eos": True}
+        await producer.store(
+            "requests.in.interactive.alice.alice",
+            msgspec.json.encode(body),
+            msg_id="m1",
+            timeout_s=2.0,
+            headers={"Reply-To": inbox},
+        )
+        await until(lambda: bool(frames) and frames[-1]["kind"] == "done")
+        assert [frame["kind"] for frame in frames] == ["tokens"] * 6 + ["done"]
+        assert "".join(str(frame["text"]) for frame in frames[:-1]) == frames[-1]["text"]
+        assert frames[0]["request"] == "REQUESTS_interactive-1"
+        await at_rest(made)
+
+
+async def test_a_malformed_message_without_an_address_is_kept_and_not_delivered_again(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        await made.bus.store("requests.in.interactive.alice.alice", b"not json", msg_id="m", timeout_s=2.0)
+        await at_rest(made)
+        assert await backlog(made.bus, "DLQ") == 1
+
+
+async def test_a_drained_worker_finishes_what_runs_and_leaves_the_rest_to_others(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url, slots=2, step_s=0.005), prefill=2) as made:
+        replies = []
+
+        async def one(number: int) -> None:
+            replies.append(await made.ask(creator=f"c{number}", max_tokens=20, ignore_eos=True))
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(20):
+                tasks.start_soon(one, number)
+            await until(lambda: made.prefill("prefill-1").slots.busy > 0)
+            with anyio.fail_after(5.0):
+                await made.prefill("prefill-1").drain()
+            assert made.prefill("prefill-1").slots.busy == 0
+        assert all(isinstance(reply.end, Done) for reply in replies)
+        await at_rest(made)
