@@ -18,29 +18,26 @@ from anyio.abc import TaskGroup
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.config import Config
-from pipeline.limits import REPEAT_PERIOD_S, TOMBSTONES_MAX
+from pipeline.limits import REPEAT_PERIOD_S
 from pipeline.protocol import subjects
 from pipeline.protocol.credits import Consumption, GrantState, Ledger, Verdicts
 from pipeline.protocol.messages import (
     Ask,
-    From,
     Handoff,
     HandoffAnswer,
     Presence,
     credit_decoder,
     encode,
     handoff_decoder,
-    notice_decoder,
 )
 from pipeline.protocol.request import Event
 from pipeline.telemetry import metrics
 from workers.decode_job import DecodeJob, Desk
 from workers.engines.port import Engine
 from workers.frames import FrameSender
-from workers.holding import EVENT_OF
 from workers.identity import Identity
 from workers.leases import LeaseKeeper
-from workers.tombstones import Tombstones
+from workers.pool import Pool
 
 log: Final = structlog.get_logger("decode")
 
@@ -75,10 +72,8 @@ class DecodeWorker:
             publish=self._publish,
             clock=self.clock,
         )
-        self._jobs: dict[str, DecodeJob] = {}
-        self._cancelled = Tombstones(TOMBSTONES_MAX)
+        self._jobs: Pool[DecodeJob] = Pool(self._ended)
         self._counted: dict[str, int] = {}
-        self._idle = anyio.Event()
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -86,8 +81,7 @@ class DecodeWorker:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self.desk.leases.run)
             self._tasks.start_soon(self.desk.frames.run)
-            await self.bus.subscribe(subjects.holder(self.me.id), self._notice)
-            await self.bus.subscribe("control.cancel.*", self._cancel)
+            await self._jobs.listen(self.bus, self.me.id)
             await self.bus.subscribe(subjects.credit(self.me.id), self._credit)
             await self.bus.subscribe(subjects.handoff(self.me.id), self._handoff)
             await self.bus.barrier()
@@ -100,14 +94,11 @@ class DecodeWorker:
     async def drain(self) -> None:
         """Promise nothing new, and let what runs finish. The caller sets the bound."""
         self.ledger.draining = True
-        while self._jobs:
-            self._idle = anyio.Event()
-            await self._idle.wait()
+        await self._jobs.drained()
 
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
-        for job in self._jobs.values():
-            job.happen(Event.LEFT)
+        self._jobs.let_go()
 
     def presence(self) -> Presence:
         """What others may know of this worker."""
@@ -152,39 +143,10 @@ class DecodeWorker:
             self._post(answer_at, encode(HandoffAnswer(state="accepted")))
 
     def _start(self, handoff: Handoff, answer_at: str) -> None:
-        job = DecodeJob(self.desk, handoff, answer_at)
-        if subjects.token(handoff.request) in self._cancelled:
-            job.happen(Event.CANCELLED)
-        self._jobs[handoff.ask] = job
-        self._tasks.start_soon(self._run, job)
+        self._jobs.start(handoff.ask, DecodeJob(self.desk, handoff, answer_at), self._tasks)
 
-    async def _run(self, job: DecodeJob) -> None:
-        try:
-            await job.run()
-        finally:
-            del self._jobs[job.handoff.ask]
-            metrics.DECODES.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
-            if not self._jobs:
-                self._idle.set()
-
-    def _notice(self, message: Message) -> None:
-        """A receiver speaks to the holder of a claim."""
-        notice = notice_decoder.decode(message.data)
-        for job in self._jobs.values():
-            if job.holding.claim != notice.claim:
-                continue
-            if isinstance(notice.answer, From):
-                job.resend(notice.answer.index)
-            else:
-                job.happen(EVENT_OF[type(notice.answer)])
-
-    def _cancel(self, message: Message) -> None:
-        """`control.cancel.<request>`: the subject says it all."""
-        request = message.subject.rpartition(".")[2]
-        self._cancelled.add(request)
-        for job in self._jobs.values():
-            if subjects.token(job.handoff.request) == request:
-                job.happen(Event.CANCELLED)
+    def _ended(self, job: DecodeJob) -> None:
+        metrics.DECODES.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
 
     def _publish(self, verdicts: Verdicts) -> None:
         for subject, verdict in verdicts:

@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 from pipeline.bus.errors import BusError
 from pipeline.errors import DeadlineExceeded, EngineDead, ReplyError, RequestError, ServiceError
 from pipeline.protocol.request import Effect, Event, Stage
+from workers.holding import Holding
 
 log: Final = structlog.get_logger("job")
 
@@ -26,6 +27,8 @@ TOO_LATE: Final = "The request's time ran out before its reply was whole; give i
 
 class Job(ABC):
     """One request at one worker. `deadline_s` is on the same clock as `clock`."""
+
+    holding: Holding
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self.deadline_s = deadline_s
@@ -58,6 +61,10 @@ class Job(ABC):
     @abstractmethod
     def at_once(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
         """Effects that are carried out before the next event is looked at."""
+
+    @abstractmethod
+    def resend(self, index: int) -> None:
+        """The receiver misses tokens from this index on."""
 
     def happen(self, event: Event, error: ReplyError | None = None) -> None:
         """Something has happened to this request. Callable from any callback."""

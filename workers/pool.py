@@ -1,0 +1,86 @@
+"""The jobs of one loop: started, found again by what receivers and clients say, drained, and let go."""
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import anyio
+from anyio.abc import TaskGroup
+
+from pipeline.bus.connection import Bus, Message
+from pipeline.limits import TOMBSTONES_MAX
+from pipeline.protocol import subjects
+from pipeline.protocol.messages import From, notice_decoder
+from pipeline.protocol.request import Event
+from workers.holding import EVENT_OF
+from workers.jobs import Job
+from workers.tombstones import Tombstones
+
+J = TypeVar("J", bound=Job)
+
+
+class Pool(Generic[J]):
+    """Jobs by key. How many there can be is bounded by slots, or by blocks."""
+
+    def __init__(self, ended: Callable[[J], None]) -> None:
+        self._ended = ended
+        self._jobs: dict[str, J] = {}
+        self._cancelled = Tombstones(TOMBSTONES_MAX)
+        self._idle = anyio.Event()
+
+    async def listen(self, bus: Bus, worker: str) -> None:
+        """Hear what receivers tell the holders of claims, and what clients do not want any more."""
+        await bus.subscribe(subjects.holder(worker), self._notice)
+        await bus.subscribe(subjects.cancel_any(), self._cancel)
+
+    def start(self, key: str, job: J, tasks: TaskGroup) -> None:
+        """Run a job until its machine has ended."""
+        if subjects.token(job.holding.request) in self._cancelled:
+            job.happen(Event.CANCELLED)
+        self._jobs[key] = job
+        tasks.start_soon(self._run, key, job)
+
+    def get(self, key: str) -> J | None:
+        """The job of that key, while it runs."""
+        return self._jobs.get(key)
+
+    def of_claim(self, claim: str) -> J | None:
+        """The job that holds a claim."""
+        return next((job for job in self._jobs.values() if job.holding.claim == claim), None)
+
+    async def drained(self) -> None:
+        """Returns when no job runs."""
+        while self._jobs:
+            self._idle = anyio.Event()
+            await self._idle.wait()
+
+    def let_go(self) -> None:
+        """Give every request back, alive."""
+        for job in self._jobs.values():
+            job.happen(Event.LEFT)
+
+    async def _run(self, key: str, job: J) -> None:
+        try:
+            await job.run()
+        finally:
+            del self._jobs[key]
+            self._ended(job)
+            if not self._jobs:
+                self._idle.set()
+
+    def _notice(self, message: Message) -> None:
+        notice = notice_decoder.decode(message.data)
+        job = self.of_claim(notice.claim)
+        if job is None:
+            return
+        if isinstance(notice.answer, From):
+            job.resend(notice.answer.index)
+        else:
+            job.happen(EVENT_OF[type(notice.answer)])
+
+    def _cancel(self, message: Message) -> None:
+        """`control.cancel.<request>`: the subject says it all."""
+        request = message.subject.rpartition(".")[2]
+        self._cancelled.add(request)
+        for job in self._jobs.values():
+            if subjects.token(job.holding.request) == request:
+                job.happen(Event.CANCELLED)

@@ -1,0 +1,303 @@
+"""What must run for `headrace up`, and in which order. Pure: a plan is data, made from a configuration.
+
+    nats ──► streams ──┬──────────────► gateway
+    model ─────────────┼─► prefill-1 … decode-1 …
+    lmcache ───────────┘
+
+A unit starts when all that it comes `after` is ready. Nothing else orders the start: what can start together does. `streams` and
+`model` are steps, ready when they have ended well; the simulated engine needs neither `model` nor `lmcache`.
+
+A worker falls with LMCache: an engine does not notice a server that came back between two heartbeats, and would hand over
+KV that is not there. The drain goes the other way, a stage at a time: who takes requests first, who carries them last.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec.structs import replace
+
+from pipeline.config import ENV_PREFIX, Config
+from pipeline.errors import OperatorError
+from workers.engines import launch
+
+Role = Literal["prefill", "decode"]
+
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+
+class Stage(IntEnum):
+    """When a unit is told to stop: the lowest first."""
+
+    GATEWAY = 0
+    WORKERS = 1
+    STORE = 2
+    BROKER = 3
+
+
+DRAIN_SHARES: Final[Mapping[Stage, float]] = {
+    Stage.GATEWAY: 0.5,
+    Stage.WORKERS: 0.3,
+    Stage.STORE: 0.1,
+    Stage.BROKER: 0.1,
+}
+"""Of `up.drain_s`. Half is the gateway's, whose streams must end first; what a stage leaves, the later ones may use."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """Ready when the process has ended with status 0: a step."""
+
+
+class Answers(msgspec.Struct, frozen=True):
+    """Ready when a GET of `url` is answered with 200."""
+
+    url: str
+
+
+class Present(msgspec.Struct, frozen=True):
+    """Ready when the worker says so in its presence."""
+
+    role: Role
+    id: str
+
+
+class Unit(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the stack. `environment` is added to ours; `leftovers` are files that it leaves when killed."""
+
+    name: str
+    command: tuple[str, ...]
+    ready: Ended | Answers | Present
+    stage: Stage
+    environment: Mapping[str, str] = {}
+    after: tuple[str, ...] = ()
+    falls_with: tuple[str, ...] = ()
+    leftovers: tuple[Path, ...] = ()
+    metrics_port: int | None = None
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it runs to its end, once."""
+        return isinstance(self.ready, Ended)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line sets over the configuration."""
+
+    engine: Literal["vllm", "simulated"] | None = None
+    prefill: int | None = None
+    decode: int | None = None
+    port: int | None = None
+    model: str | None = None
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a run takes place: its name and folder, the programs and files it uses."""
+
+    run: str
+    folder: Path
+    config_path: Path
+    nats_server: Path
+    nats_config: Path
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The configuration of a run
+
+
+def chosen(config: Config, options: Options) -> Config:
+    """`config` with the command line's choices."""
+    fleet = {name: value for name in ("prefill", "decode") if (value := getattr(options, name)) is not None}
+    return replace(
+        config,
+        engine=options.engine or config.engine,
+        up=replace(config.up, **fleet),
+        gateway=replace(config.gateway, port=config.gateway.port if options.port is None else options.port),
+        model=replace(config.model, source=options.model or config.model.source),
+    )
+
+
+def broker(config: Config) -> tuple[str, int]:
+    """Host and port of `nats.url`. Raises `OperatorError` where `up` cannot start a server there."""
+    try:
+        parts = urlsplit(config.nats.url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if host not in LOOPBACK:
+        raise OperatorError(
+            f"nats.url is {config.nats.url}, but `headrace up` starts a NATS server of its own on loopback.",
+            "Set it to nats://127.0.0.1:4222, or start gateway and workers one by one against your server.",
+        )
+    return host, 4222 if port is None else port
+
+
+def settled(config: Config, run: str, free_ports: Sequence[int]) -> Config:
+    """`config` with each port 0 replaced by the next of `free_ports`, and names that no other run has."""
+    free = iter(free_ports)
+
+    def port(configured: int) -> int:
+        return configured or next(free)
+
+    host, nats_port = broker(config)
+    return replace(
+        config,
+        nats=replace(
+            config.nats, url=f"nats://{_bracketed(host)}:{port(nats_port)}", monitor_port=port(config.nats.monitor_port)
+        ),
+        gateway=replace(config.gateway, port=port(config.gateway.port)),
+        lmcache=replace(
+            config.lmcache,
+            port=port(config.lmcache.port),
+            http_port=port(config.lmcache.http_port),
+            shm_name=f"{config.lmcache.shm_name}-{run}" if config.lmcache.shm_name else "",
+        ),
+    )
+
+
+PORTS_MAX: Final = 5
+"""Ports that `settled` may have to replace."""
+
+
+def overlay(config: Config) -> dict[str, str]:
+    """What `chosen` and `settled` may have changed, as variables for every child (see `pipeline.config`)."""
+    places = {
+        "ENGINE": config.engine,
+        "NATS__URL": config.nats.url,
+        "NATS__MONITOR_PORT": config.nats.monitor_port,
+        "GATEWAY__PORT": config.gateway.port,
+        "LMCACHE__PORT": config.lmcache.port,
+        "LMCACHE__HTTP_PORT": config.lmcache.http_port,
+        "LMCACHE__SHM_NAME": config.lmcache.shm_name,
+        "MODEL__SOURCE": config.model.source,
+    }
+    return {ENV_PREFIX + place: str(value) for place, value in places.items()}
+
+
+def ports(config: Config) -> dict[int, str]:
+    """The ports that a settled configuration takes on this machine, and what for."""
+    taken = {broker(config)[1]: "nats.url", config.nats.monitor_port: "nats.monitor_port"}
+    if config.engine == "vllm":
+        taken |= {config.lmcache.port: "lmcache.port", config.lmcache.http_port: "lmcache.http_port"}
+    return taken | {config.gateway.port: "gateway.port"}
+
+
+def gateway_url(config: Config) -> str:
+    """Where this machine reaches the gateway."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.gateway.host, config.gateway.host)
+    return f"http://{_bracketed(host)}:{config.gateway.port}"
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The units
+
+
+def plan(config: Config, site: Site, metrics_ports: Sequence[int]) -> tuple[Unit, ...]:
+    """All units of a settled configuration. `metrics_ports` has one for each worker."""
+    real = config.engine == "vllm"
+    units = [_nats(config, site), _streams(config, site)]
+    if real:
+        units += [_model(config), _lmcache(config)]
+    free = iter(metrics_ports)
+    roles: tuple[tuple[Role, int], ...] = (("prefill", config.up.prefill), ("decode", config.up.decode))
+    for role, count in roles:
+        units += [_worker(config, site, role, f"{role}-{i + 1}", next(free)) for i in range(count)]
+    return (*units, _gateway(config, site))
+
+
+def _nats(config: Config, site: Site) -> Unit:
+    host, port = broker(config)
+    monitor = config.nats.monitor_port
+    command = (str(site.nats_server), "-c", str(site.nats_config), "-a", host, "-p", str(port), "-m", str(monitor))
+    return Unit(
+        name="nats",
+        command=(*command, "-sd", str(site.folder / "nats")),
+        ready=Answers(f"http://{_bracketed(host)}:{monitor}/healthz"),
+        stage=Stage.BROKER,
+    )
+
+
+def _streams(config: Config, site: Site) -> Unit:
+    return Unit(
+        name="streams",
+        command=_headrace(site, "streams", "apply"),
+        environment=overlay(config),
+        ready=Ended(),
+        after=("nats",),
+        stage=Stage.WORKERS,
+    )
+
+
+def _model(config: Config) -> Unit:
+    module = ("-m", "workers.engines.model", "--source", config.model.source, "--state-dir", config.up.state_dir)
+    return Unit(name="model", command=(*_PYTHON, *module), ready=Ended(), stage=Stage.WORKERS)
+
+
+def _lmcache(config: Config) -> Unit:
+    store, segment = config.lmcache, launch.shm_path(config)
+    return Unit(
+        name="lmcache",
+        command=tuple(launch.lmcache_command(config)),
+        environment=launch.lmcache_environment(),
+        ready=Answers(f"http://{_bracketed(store.host)}:{store.http_port}/healthcheck"),
+        leftovers=(segment,) if segment else (),
+        stage=Stage.STORE,
+    )
+
+
+def _worker(config: Config, site: Site, role: Role, name: str, metrics_port: int) -> Unit:
+    real = config.engine == "vllm"
+    engine = launch.environment(config, role) if real else {}
+    return Unit(
+        name=name,
+        command=_headrace(site, "worker", role, "--id", name, "--metrics-port", str(metrics_port)),
+        environment={**engine, **overlay(config)},
+        ready=Present(role, name),
+        after=("streams", "model", "lmcache") if real else ("streams",),
+        falls_with=("lmcache",) if real else (),
+        stage=Stage.WORKERS,
+        metrics_port=metrics_port,
+    )
+
+
+def _gateway(config: Config, site: Site) -> Unit:
+    return Unit(
+        name="gateway",
+        command=_headrace(site, "gateway"),
+        environment=overlay(config),
+        ready=Answers(f"{gateway_url(config)}/health"),
+        after=("streams",),
+        stage=Stage.GATEWAY,
+    )
+
+
+_PYTHON: Final = (sys.executable, "-P")
+"""Without the current folder on the path: a stranger's `queue.py` there must not become ours."""
+
+
+def _headrace(site: Site, *arguments: str) -> tuple[str, ...]:
+    return (*_PYTHON, "-m", "pipeline.cli", *arguments, "--config", str(site.config_path))
+
+
+# --------------------------------------------------------------------------------------------------------------
+# What follows from a plan
+
+
+def falling_with(units: Sequence[Unit], dead: str) -> tuple[str, ...]:
+    """The units that are restarted when `dead` has died, beside itself."""
+    return tuple(unit.name for unit in units if dead in unit.falls_with)
+
+
+def drain_order(units: Sequence[Unit], drain_s: float) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The units to stop together, and until when: seconds from the start of the drain."""
+    until_s = 0.0
+    for stage in Stage:
+        until_s += DRAIN_SHARES[stage] * drain_s
+        yield tuple(unit.name for unit in units if unit.stage == stage), until_s
