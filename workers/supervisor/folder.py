@@ -60,12 +60,20 @@ def create(state: Path, run: str) -> Path:
 
 def prunable(runs: Sequence[str], keep: int) -> list[str]:
     """Those of `runs` that are neither among the `keep` newest nor still running."""
-    return [run for run in sorted(runs)[:-keep] if not _runs(run)]
+    return [run for run in sorted(runs)[:-keep] if not runs_still(run)]
 
 
-def _runs(run: str) -> bool:
+def runs_still(run: str) -> bool:
+    """Whether the process lives that a run, or a file named after it, belongs to."""
     pid = run.rpartition("-")[2]
     return pid.isdigit() and psutil.pid_exists(int(pid))
+
+
+def remove_stale(segment: Path) -> None:
+    """Remove what runs that were killed have left of `segment`, a file that each run names `<segment>-<run>`."""
+    for stale in segment.parent.glob(f"{segment.name}-*"):
+        if not runs_still(stale.name):
+            stale.unlink(missing_ok=True)
 
 
 def write_endpoints(folder: Path, endpoints: Mapping[str, Any]) -> None:

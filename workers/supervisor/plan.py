@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from pipeline.config import ENV_PREFIX, Config
 from pipeline.errors import OperatorError
 from workers.engines import launch
+from workers.engines.simulated.engine import TIER_VARIABLE
 
 Role = Literal["prefill", "decode"]
 
@@ -254,7 +255,7 @@ def _lmcache(config: Config) -> Unit:
 
 def _worker(config: Config, site: Site, role: Role, name: str, metrics_port: int) -> Unit:
     real = config.engine == "vllm"
-    engine = launch.environment(config, role) if real else {}
+    engine = launch.environment(config, role) if real else {TIER_VARIABLE: str(site.folder / "simulated-lmcache")}
     return Unit(
         name=name,
         command=_headrace(site, "worker", role, "--id", name, "--metrics-port", str(metrics_port)),

@@ -2,7 +2,8 @@
 
 Each child leads a session of its own: a Ctrl-C in the terminal reaches us alone, and whatever the child has started can be found
 by its process group. A polite SIGTERM goes to the leader only, since an engine's helper processes must outlive its drain; the
-SIGKILL that ends the rest goes to the group. If we are killed ourselves, the kernel tells the leader (PR_SET_PDEATHSIG).
+SIGKILL that ends the rest goes to the group. Python's resource trackers go last: they remove the shared memory (hundreds of
+megabytes for an engine) that the others leave behind. If we are killed ourselves, the kernel tells the leader (PR_SET_PDEATHSIG).
 """
 
 import ctypes
@@ -10,7 +11,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +21,13 @@ import psutil
 
 PR_SET_PDEATHSIG: Final = 1
 
-GROUP_GONE_S_MAX: Final = 5.0
-"""The kernel ends what got SIGKILL within milliseconds, unless it waits for a device."""
+GROUP_GONE_S_MAX: Final = 10.0
+"""The kernel needs a moment to end what got SIGKILL: seconds, for gigabytes on a busy machine."""
+
+TRACKER_S_MAX: Final = 3.0
+"""For a resource tracker to notice that it is alone, to clean up and to end."""
+
+TRACKER: Final = "multiprocessing.resource_tracker"
 
 POLL_S: Final = 0.02
 """Nobody tells us when the last of a group has gone."""
@@ -82,14 +89,20 @@ class Process:
         """SIGKILL to all of the group that still lives, and wait until it has gone. Once: its number may be another's then."""
         if self._cleared:
             return await self.wait()
-        kill_group(self.pid)
-        status = await self.wait()
-        with anyio.move_on_after(GROUP_GONE_S_MAX):
+        await self._kill_until_gone(lambda pid: not _is_tracker(pid))
+        with anyio.move_on_after(TRACKER_S_MAX):
             while members(self.pid):
-                kill_group(self.pid)
                 await anyio.sleep(POLL_S)
+        await self._kill_until_gone(lambda _: True)
+        status = await self.wait()
         self._close()
         return status
+
+    async def _kill_until_gone(self, chosen: Callable[[int], bool]) -> None:
+        with anyio.move_on_after(GROUP_GONE_S_MAX):
+            while left := [pid for pid in members(self.pid) if chosen(pid)]:
+                kill(left)
+                await anyio.sleep(POLL_S)
 
     def _close(self) -> None:
         if not self._cleared:
@@ -115,12 +128,11 @@ class Process:
             os.close(mine)
 
 
-def kill_group(group: int) -> None:
-    """SIGKILL to every process of a group, if there is one."""
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # the second where only zombies are left, on some kernels
-        return
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL to each that is still there."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def members(group: int) -> list[int]:
@@ -132,6 +144,13 @@ def _is_member(process: psutil.Process, group: int) -> bool:
     try:
         return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.Error):
+        return False
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return any(TRACKER in argument for argument in psutil.Process(pid).cmdline())
+    except psutil.Error:
         return False
 
 

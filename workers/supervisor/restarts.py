@@ -1,8 +1,8 @@
 """When a unit that has died is started again, and when not. Pure.
 
-What has been ready before is started again for ever: at once after a long life, later and later after short ones. What dies
-before it has ever been ready will most likely do so again, so after a few tries the stack gives up, and at once where
-the process itself says (exit status 2) that its set-up cannot work.
+A life that was ready is always followed by another: at once after a long one, later and later after short ones. What dies
+before it is ready will most likely do so again, so after a few such deaths in a row the stack gives up, and at once where the
+process itself says (exit status 2) that its set-up cannot work.
 """
 
 from collections.abc import Callable, Sequence

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import anyio
+from anyio.abc import TaskGroup
 
 from pipeline.cli import http
 from pipeline.config import Config
@@ -73,6 +74,7 @@ class Stack:
         self._screen = screen
         self._slots = {unit.name: Slot(unit) for unit in units}
         self._life = anyio.CancelScope()
+        self._keepers: TaskGroup
         self._hurry = anyio.Event()
         self._roster = roster.Roster()
         self._is_ready = False
@@ -98,11 +100,11 @@ class Stack:
             self._life.cancel()
 
     async def _live(self, live: Live) -> None:
-        async with anyio.create_task_group() as group:
+        async with anyio.create_task_group() as self._keepers:
             for slot in self._slots.values():
-                group.start_soon(self._keep, slot)
+                self._keepers.start_soon(self._keep, slot)
             if any(isinstance(unit.ready, Present) for unit in self._units):
-                group.start_soon(self._listen)
+                self._keepers.start_soon(self._listen)
             await self._until_ready()
             await live()
             await anyio.sleep_forever()
@@ -194,16 +196,15 @@ class Stack:
             return
         assert slot.process is process
         slot.ready.set()
-        self._screen.show(slot.unit.name, "ready")
         if self._is_ready:
             self._write_endpoints()
+        self._screen.show(slot.unit.name, "ready", "again" if self._is_ready else "")
 
     async def _after_death(self, slot: Slot, status: int) -> None:
         name, falls = slot.unit.name, slot.falls
         slot.died(status)
-        async with anyio.create_task_group() as group:
-            for other in plan.falling_with(self._units, name):
-                group.start_soon(self._let_fall, self._slots[other], name)
+        for other in plan.falling_with(self._units, name):
+            self._keepers.start_soon(self._let_fall, self._slots[other], name)
         if falls:
             return
         decision = (
@@ -227,7 +228,7 @@ class Stack:
         return OperatorError(f"{slot.unit.name} cannot be kept running: {reason}.", f"Its log is {log}.")
 
     async def _poll(self, probe: Callable[[], Awaitable[bool]]) -> None:
-        while not await probe():  # noqa: ASYNC110 - another process becomes ready: nobody here could set an event
+        while not await probe():
             await anyio.sleep(PROBE_PERIOD_S)
 
     # ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ then what is still waited for. Either on stderr; what the user asked for (URL, r
 
 import time
 from collections.abc import Iterable
-from typing import Final, Literal
+from contextlib import suppress
+from typing import Any, Final, Literal
 
 import msgspec
 from rich.console import Console
@@ -33,12 +34,23 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     remark: str = ""
 
 
+class _Console(Console):
+    """A reader that has gone (`| head`, a closed terminal) is no reason to end, least of all in the middle of a drain."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with suppress(OSError):
+            super().print(*objects, **options)
+
+
 class Screen:
     """The rows of all units, drawn on every `tick` while the stack starts."""
 
     def __init__(self, err: Console | None = None, out: Console | None = None) -> None:
-        self._err = err or Console(stderr=True, highlight=False)
-        self._out = out or Console(highlight=False, soft_wrap=True)
+        self._err = err or _Console(stderr=True, highlight=False)
+        self._out = out or _Console(highlight=False)
         self._rows: dict[str, Row] = {}
         self._started_s = time.monotonic()
         self._told_s = self._started_s
@@ -76,9 +88,10 @@ class Screen:
     def settle(self) -> None:
         """The start is over, well or not: what is drawn stays, and lines follow."""
         if self._live:
-            self._live.update(self._table(time.monotonic()), refresh=True)
-            self._live.stop()
-            self._live = None
+            live, self._live = self._live, None
+            with suppress(OSError):
+                live.update(self._table(time.monotonic()), refresh=True)
+                live.stop()
 
     def tell(self, line: str) -> None:
         """One line, with the seconds since the beginning."""
@@ -92,12 +105,13 @@ class Screen:
 
     def answer(self, text: str) -> None:
         """What the user asked for, on stdout."""
-        self._out.print(Text(text))
+        self._out.print(Text(text), soft_wrap=True)
 
     def piece(self, text: str) -> None:
         """A piece of a reply, on stdout, at once."""
-        self._out.file.write(text)
-        self._out.file.flush()
+        with suppress(OSError):
+            self._out.file.write(text)
+            self._out.file.flush()
 
     def _table(self, now_s: float) -> Table:
         table = Table.grid(padding=(0, 1))

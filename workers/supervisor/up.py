@@ -12,6 +12,7 @@ from pipeline.cli import client
 from pipeline.config import Config, load
 from pipeline.paths import NATS_CONFIG, require, state_folder
 from pipeline.telemetry import logs
+from workers.engines import launch
 from workers.supervisor import checks, folder, plan
 from workers.supervisor.plan import Options, Site, Unit
 from workers.supervisor.run import Stack
@@ -25,6 +26,8 @@ def up(config_path: Path, options: Options, ask: str | None) -> None:
     """Run the stack until a signal. Raises `OperatorError` where it cannot start or cannot be kept running."""
     config = plan.chosen(load(config_path), options)
     run = folder.name_of(time.localtime(), os.getpid())
+    if segment := launch.shm_path(config):
+        folder.remove_stale(segment)
     config = plan.settled(config, run, checks.free_ports(plan.PORTS_MAX))
     nats_server = checks.nats_server()
     checks.check_machine(config, plan.ports(config))
@@ -56,7 +59,7 @@ async def _run(config: Config, units: Sequence[Unit], run_folder: Path, ask: str
 async def _first_reply(url: str, ask: str, screen: Screen) -> None:
     screen.answer(f"\n> {ask}")
     reply = await client.chat(
-        url, client.chat_body(ask, system=None, max_tokens=None), FIRST_REPLY_CREATOR, screen.piece
+        url, client.chat_body(ask, system=None, max_tokens=None, temperature=0), FIRST_REPLY_CREATOR, screen.piece
     )
     screen.answer("")
     screen.tell(reply.error or client.summary(reply))

@@ -1,0 +1,219 @@
+"""The gateway as a whole: the only place that wires its parts together.
+
+HTTP ── Chat ──► Bus.store ──► requests.in.<class>.<creator>.<creator>
+          ▲
+Replies ──┘ ◄── <inbox>.r frames, <inbox>.c claims        Lookout ◄── presence.>
+"""
+
+import asyncio
+import contextlib
+import errno
+import math
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Generator
+from typing import Final
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Route
+
+from gateway.chat import Chat
+from gateway.errors import http_error, unforeseen
+from gateway.fleet import Lookout
+from gateway.intake import Terms
+from gateway.ops import Ops
+from gateway.replies import Replies
+from pipeline.bus.connection import Bus
+from pipeline.bus.presence import Announcer, Watcher
+from pipeline.config import Config
+from pipeline.errors import CapacityError, OperatorError
+from pipeline.protocol.admission import Admission
+from pipeline.protocol.messages import Presence
+from pipeline.protocol.presence import Presences
+from pipeline.protocol.subjects import CLASSES
+from pipeline.telemetry import logs
+
+KEEP_ALIVE_S: Final = 65.0
+"""An idle connection is kept longer than common proxies keep theirs (60 s): then it is they who close, and no request is lost."""
+
+BACKLOG: Final = 2048
+"""Connections that wait to be accepted: a burst of a full gateway."""
+
+DRAIN_RATIO: Final = 0.4
+"""Of `up.drain_s`: `headrace up` gives the gateway half of it, and streams must have ended, with an error if need be, before."""
+
+STOPPING: Final = CapacityError("The gateway is stopping.", retry_after_s=1.0).body()
+
+log = logs.get("gateway")
+
+
+class Gateway:
+    """One running gateway: what it knows and what it does, over one connection to NATS."""
+
+    def __init__(self, config: Config, bus: Bus, process: str) -> None:
+        inbox = bus.inbox()
+        self.draining = False
+        self.bus = bus
+        self.process = process
+        self.epoch = f"{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(4)}"
+        self.presences = Presences()
+        self.terms = Terms(
+            reply_to=f"{inbox}.r",
+            claim_at=f"{inbox}.c",
+            default_creator=config.gateway.default_creator,
+            timeout_s=config.gateway.timeout_s,
+            timeout_max_s={
+                klass: config.requests.timeout_max_s.get(klass, config.gateway.timeout_s) for klass in CLASSES
+            },
+        )
+        self.admission = Admission(config.gateway.in_flight_max)
+        self.replies = Replies(bus, time.monotonic)
+        self.lookout = Lookout(self.presences, time.monotonic)
+        self.chat = Chat(
+            bus=bus,
+            replies=self.replies,
+            admission=self.admission,
+            lookout=self.lookout,
+            terms=self.terms,
+            body_bytes_max=config.gateway.body_bytes_max,
+        )
+        self.ops = Ops(self.lookout, lambda: self.bus.connected, lambda: self.draining)
+
+    def routes(self) -> list[BaseRoute]:
+        """All that it answers."""
+        return [Route("/v1/chat/completions", self.chat, methods=["POST"]), *self.ops.routes()]
+
+    def presence(self) -> Presence:
+        """What it says of itself. Its id is the second token of its reply subjects, so that workers can tell when it is gone."""
+        return Presence(
+            role="gateway",
+            id=self.process,
+            epoch=self.epoch,
+            ready=not self.draining,
+            draining=self.draining,
+            load=self.admission.in_flight / self.admission.in_flight_max,
+        )
+
+    async def listen(self) -> None:
+        """Be there for frames and claims; returns when the broker knows."""
+        await self.bus.subscribe(self.terms.reply_to, self.replies.on_frames)
+        await self.bus.subscribe(self.terms.claim_at, self.replies.on_claim)
+        self.bus.on_reconnect(self.replies.on_reconnect)
+        await self.bus.barrier()
+
+
+@contextlib.asynccontextmanager
+async def running(config: Config) -> AsyncIterator[Gateway]:
+    """A gateway that is connected and known. Raises `OperatorError` where NATS cannot be reached."""
+    process = f"gateway-{secrets.token_hex(4)}"
+    async with await Bus.connect(config.nats.url, process, config.nats.connect_timeout_s) as bus:
+        gateway = Gateway(config, bus, process)
+        watcher = Watcher(bus, gateway.presences, time.monotonic)
+        announcer = Announcer(bus, gateway.presence)
+        await watcher.start()
+        await gateway.listen()
+        await announcer.start()
+        try:
+            yield gateway
+        finally:
+            gateway.draining = True
+            announcer.now()
+            await announcer.stop()
+            await watcher.stop()
+
+
+def create_app(config: Config) -> Starlette:
+    """The application. Its lifespan connects it to NATS; `app.state.gateway` is the running gateway."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with running(config) as gateway:
+            app.state.gateway = gateway
+            app.router.routes[:] = gateway.routes()
+            yield
+
+    return Starlette(lifespan=lifespan, exception_handlers={HTTPException: http_error, Exception: unforeseen})
+
+
+def serve(config: Config) -> None:
+    """Serve until SIGINT or SIGTERM, then let open replies end. Raises `OperatorError`."""
+    listening = listen_on(config.gateway.host, config.gateway.port)
+    with listening as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve_on(sock, config))
+
+
+async def serve_on(sock: socket.socket, config: Config) -> None:
+    """Serve on a listening socket."""
+    app = create_app(config)
+    # We enter the lifespan ourselves: uvicorn would turn a set-up that cannot work into a traceback.
+    async with app.router.lifespan_context(app):
+        host, port = sock.getsockname()[:2]
+        log.info("serving", host=host, port=port)
+        await Server(app, DRAIN_RATIO * config.up.drain_s).serve(sockets=[sock])
+
+
+def listen_on(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises `OperatorError`, before anything else is started."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        remedy = "Give another address with --host and --port, or correct gateway.host and gateway.port."
+        if error.errno == errno.EADDRINUSE:
+            problem = f"Port {port} on {host} is in use."
+            remedy = "Stop what uses it, or choose another with --port or gateway.port."
+        else:
+            problem = f"Cannot listen on {host}, port {port}: {error.strerror}."
+        raise OperatorError(problem, remedy) from None
+
+
+class Server(uvicorn.Server):
+    """uvicorn, that ends streams with an error rather than by cutting them off, and leaves by returning."""
+
+    def __init__(self, app: Starlette, drain_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
+                timeout_graceful_shutdown=math.ceil(drain_s) + 1,
+            )
+        )
+        self._gateway: Gateway = app.state.gateway
+        self._drain_s = drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """No new requests; what is open may end within `drain_s`, and ends with a retryable error after it."""
+        self._gateway.draining = True
+        last = asyncio.get_running_loop().call_later(self._drain_s, self._gateway.replies.fail_all, STOPPING)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            last.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """uvicorn raises the signal again afterwards, which would end the process before NATS is told."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,246 @@
+"""`POST /v1/chat/completions`: read, check, admit, publish, and relay the reply.
+
+Plain ASGI, because this is the hot path: one write carries all text that is ready, and nothing is allocated for a token but
+its chunk. The response begins with the first text or with an error, so an error that comes first has its own status. A client
+that leaves is noticed at every stage by a watch on `http.disconnect`: frameworks do that only for servers that announce an
+ASGI version below 2.4.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+from uuid import uuid4
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway import errors, intake, openai, sse
+from gateway.fleet import Lookout
+from gateway.intake import Order, Terms
+from gateway.replies import Replies, Reply
+from pipeline.bus.connection import Bus
+from pipeline.errors import CapacityError, ErrorBody, ReplyError, ServiceError
+from pipeline.protocol.admission import Admission
+from pipeline.protocol.messages import Done
+from pipeline.telemetry import logs, metrics
+
+PUBLISH_TIMEOUT_S: Final = 5.0
+"""The publish is repeated under its id this long: a broker that restarts is back within one second."""
+
+STALLED_MAX_S: Final = 30.0
+"""A client that has not read its whole reply this long after the deadline is taken for gone."""
+
+STREAM_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+
+log = logs.get("gateway")
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before its request was read."""
+
+
+class Chat:
+    """The endpoint, as an ASGI application."""
+
+    def __init__(
+        self, *, bus: Bus, replies: Replies, admission: Admission, lookout: Lookout, terms: Terms, body_bytes_max: int
+    ) -> None:
+        self._bus = bus
+        self._replies = replies
+        self._admission = admission
+        self._lookout = lookout
+        self._terms = terms
+        self._body_bytes_max = body_bytes_max
+        self._clock: Callable[[], float] = time.monotonic
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        asked_s = self._clock()
+        headers = dict(scope["headers"])
+        request = uuid4().hex
+        out = Outgoing(send, intake.echoed_id(headers, request))
+        try:
+            order = await self._accept(request, headers, receive)
+        except ReplyError as error:
+            _count(outcome(error.body()), headers)
+            await out.fail(error.body())
+        except ClientLeft:
+            _count("cancelled", headers)
+        else:
+            await self._serve(order, asked_s, receive, out)
+
+    async def _accept(self, request: str, headers: intake.Headers, receive: Receive) -> Order:
+        """Read and check a request, and take a place for it."""
+        body = await read_body(headers, receive, self._body_bytes_max)
+        order = intake.take(request, headers, body, self._terms)
+        fleet = self._lookout.fleet()
+        order.model = fleet.choose(order.model)
+        self._admission.enter(fleet.prefill, fleet.decode, self._clock())
+        return order
+
+    async def _serve(self, order: Order, asked_s: float, receive: Receive, out: "Outgoing") -> None:
+        """From admission to the end: whatever happens, the reply is closed and the place is free again."""
+        reply = self._replies.open(order.id, asked_s, order.timeout_s)
+        metrics.IN_FLIGHT.inc()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(_watch(receive, reply))
+                await self._relay(order, reply, out)
+                watch.cancel()
+        finally:
+            self._replies.close(reply)
+            self._admission.leave(self._clock(), drained=reply.published)
+            metrics.IN_FLIGHT.dec()
+            _count_end(order, reply, self._clock() - asked_s)
+
+    async def _relay(self, order: Order, reply: Reply, out: "Outgoing") -> None:
+        """Publish, then pass the reply on. Raises nothing, so that the watch beside it is never broken off."""
+        write = stream if order.stream else whole
+        try:
+            async with asyncio.timeout(order.timeout_s + STALLED_MAX_S):
+                await self._publish(order, reply)
+                await write(order, reply, out)
+                reply.delivered = not reply.left
+        except TimeoutError:
+            log.warning("client_stalled", request=order.id)
+        except Exception:
+            log.exception("relay_failed", request=order.id)
+            reply.finish(error := ServiceError("The gateway failed at this request.").body())
+            await out.fail(error)
+
+    async def _publish(self, order: Order, reply: Reply) -> None:
+        # 2,048 bodies of 900 kB must not be kept until their replies have ended.
+        payload, order.payload = order.payload, b""
+        timeout_s = min(PUBLISH_TIMEOUT_S, order.timeout_s / 2)
+        try:
+            await self._bus.store(order.subject, payload, msg_id=order.id, timeout_s=timeout_s)
+            reply.published = True
+        except CapacityError as error:
+            wait_s = error.retry_after_s or self._admission.wait_s(self._clock())
+            reply.finish(msgspec.structs.replace(error.body(), retry_after_s=wait_s))
+        except ReplyError as error:
+            reply.finish(error.body())
+
+
+class Outgoing:
+    """The response: its first message is sent with the first part of its body."""
+
+    def __init__(self, send: Send, echo: bytes) -> None:
+        self._send = send
+        self._echo = (b"x-request-id", echo)
+        self.started = False
+
+    async def write(self, body: bytes, *, more: bool) -> None:
+        """A part of a streamed response."""
+        if not self.started:
+            await self._start(200, list(STREAM_HEADERS))
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def whole(self, status: int, headers: errors.Headers, body: bytes) -> None:
+        """A response in one piece."""
+        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def fail(self, error: ErrorBody, unsent: bytes = b"") -> None:
+        """The end of a response that fails: with its own status, or where a stream has begun, as its last event."""
+        if self.started:
+            await self.write(unsent + sse.event(errors.error_object(error)), more=False)
+        else:
+            await self.whole(errors.status_of(error), errors.headers_of(error), errors.error_object(error))
+
+    async def _start(self, status: int, headers: errors.Headers) -> None:
+        self.started = True
+        start: Message = {"type": "http.response.start", "status": status, "headers": [*headers, self._echo]}
+        await self._send(start)
+
+
+async def stream(order: Order, reply: Reply, out: Outgoing) -> None:
+    """The reply as server-sent events."""
+    chunks = sse.Chunks(order.id, order.model, int(time.time()), include_usage=order.include_usage)
+    await reply.something()
+    while reply.end is None and not reply.left:
+        await out.write(chunks.text(reply.take()), more=True)
+        await reply.something()
+    end, text = reply.end, reply.take()
+    if reply.left:
+        return
+    if isinstance(end, Done):
+        await out.write(chunks.last(text, end), more=False)
+    elif end is not None:
+        await out.fail(end, chunks.text(text) if text else b"")
+
+
+async def whole(order: Order, reply: Reply, out: Outgoing) -> None:
+    """The reply in one piece."""
+    await reply.everything()
+    if reply.left:
+        return
+    if isinstance(reply.end, ErrorBody):
+        await out.fail(reply.end)
+    elif reply.end is not None:
+        body = openai.completion(order.id, order.model, int(time.time()), reply.receiver.text, reply.end)
+        await out.whole(200, [(b"content-type", b"application/json")], body)
+
+
+async def read_body(headers: intake.Headers, receive: Receive, bytes_max: int) -> bytes:
+    """The request's body. Raises `BodyTooLarge` as soon as it is known to be, and `ClientLeft`."""
+    if intake.declared_too_large(headers, bytes_max):
+        raise intake.too_large(bytes_max)
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > bytes_max:
+            raise intake.too_large(bytes_max)
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def outcome(end: Done | ErrorBody | None) -> str:
+    """The word under which a request is counted. No end: its client had left."""
+    if end is None:
+        return "cancelled"
+    if isinstance(end, Done):
+        return "whole"
+    if end.code == "deadline":
+        return "expired"
+    if end.status in (429, 503):
+        return "rejected"
+    return "invalid" if end.status < 500 else "failed"
+
+
+async def _watch(receive: Receive, reply: Reply) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    reply.leave()
+
+
+def _count(word: str, headers: intake.Headers) -> None:
+    """A request that was not let in. What is no class is counted as interactive: labels are bounded."""
+    try:
+        klass = intake.class_of(headers)
+    except ReplyError:
+        klass = "interactive"
+    metrics.REQUESTS.labels(outcome=word, klass=klass).inc()
+
+
+def _count_end(order: Order, reply: Reply, took_s: float) -> None:
+    end = reply.end if reply.delivered else None
+    metrics.REQUESTS.labels(outcome=outcome(end), klass=order.klass).inc()
+    if isinstance(end, ErrorBody) and end.status >= 500:
+        log.warning("reply_failed", request=order.id, code=end.code)
+    if isinstance(end, Done):
+        metrics.E2E_SECONDS.observe(took_s)
+        metrics.PROMPT_TOKENS.inc(end.usage.prompt_tokens)
+        metrics.CACHED_TOKENS.inc(end.usage.cached_tokens)
+        metrics.DECODE_CACHED_TOKENS.inc(end.usage.decode_cached_tokens)
+        metrics.OUTPUT_TOKENS.inc(end.usage.completion_tokens)

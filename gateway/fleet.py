@@ -1,0 +1,68 @@
+"""What the gateway knows of the workers: which models they serve, and how many are ready."""
+
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from pipeline.errors import ModelNotFound
+from pipeline.protocol.presence import Presences
+
+_FRESH_S: Final = 0.05
+"""A look at the presences serves all requests of this long: a quarter of a presence period, so nothing is missed by it."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """Ready workers of both kinds, and for each served model the longest context that all of them take."""
+
+    prefill: int = 0
+    decode: int = 0
+    models: dict[str, int] = {}
+
+    def choose(self, model: str) -> str:
+        """The model to answer with: the one asked for, or where none was, the one there is. Raises `ModelNotFound`.
+
+        With no worker ready nothing is known of models, and any is let through to be refused for that.
+        """
+        if not self.models:
+            return model
+        if not model:
+            return next(iter(self.models))
+        if model not in self.models:
+            served = ", ".join(self.models)
+            raise ModelNotFound(f"The model {model!r} is not served here; served is {served}.", param="model")
+        return model
+
+    @property
+    def lacks(self) -> list[str]:
+        """What keeps the fleet from serving, in words."""
+        kinds = (("prefill", self.prefill), ("decode", self.decode))
+        return [f"no {kind} worker is ready" for kind, ready in kinds if not ready]
+
+
+def survey(presences: Presences, now_s: float) -> Fleet:
+    """Count what is ready now."""
+    prefill = presences.ready("prefill", now_s)
+    decode = presences.ready("decode", now_s)
+    models: dict[str, int] = {}
+    for worker in (*prefill, *decode):
+        models[worker.model] = min(models.get(worker.model, worker.max_model_len), worker.max_model_len)
+    return Fleet(prefill=len(prefill), decode=len(decode), models=models)
+
+
+class Lookout:
+    """The fleet as of now, or as of a moment ago."""
+
+    def __init__(self, presences: Presences, clock: Callable[[], float]) -> None:
+        self._presences = presences
+        self._clock = clock
+        self._seen = Fleet()
+        self._seen_s = float("-inf")
+
+    def fleet(self) -> Fleet:
+        """At most `_FRESH_S` old."""
+        now_s = self._clock()
+        if now_s - self._seen_s > _FRESH_S:
+            self._presences.forget_silent(now_s)
+            self._seen, self._seen_s = survey(self._presences, now_s), now_s
+        return self._seen

@@ -1,0 +1,225 @@
+"""The replies that are under way: what workers say goes in, text for HTTP clients comes out.
+
+All of a gateway's requests share two subjects, one for frames and one for claims, because a subscription for each request
+costs twice as much a frame. So a message is sorted by the request that it names:
+
+    open       frames go to its receiver; claims are arbitrated
+    whole      the client has been given everything: `whole`, and the worker acks
+    any other  its client has left, or never was: `gone`, and the worker acks
+
+The handlers never wait. Text that a slow client has not read yet is joined, so a client costs at most the length of its reply,
+and nobody else's time.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from pipeline.bus.connection import Bus, Message
+from pipeline.bus.errors import Disconnected
+from pipeline.errors import DeadlineExceeded, ErrorBody
+from pipeline.protocol import subjects
+from pipeline.protocol.messages import (
+    Answer,
+    AnyFrame,
+    Cancel,
+    Done,
+    Failed,
+    From,
+    Gone,
+    Notice,
+    Whole,
+    claim_decoder,
+    encode,
+    frames_decoder,
+)
+from pipeline.protocol.reply import Receiver
+from pipeline.telemetry import logs, metrics
+
+WHOLE_REMEMBERED_MAX: Final = 4096
+"""Finished requests that still answer `whole` to a late claim. One that is forgotten answers `gone`, and is acked as well."""
+
+log = logs.get("gateway")
+
+
+class Reply:
+    """One reply on its way to a client.
+
+    `end` is set once. `published`: its request is in the queue. `left`: the client has closed the connection before it was
+    `delivered` all there is.
+    """
+
+    __slots__ = (
+        "_parts",
+        "_wake",
+        "asked_s",
+        "delivered",
+        "end",
+        "last_frame_s",
+        "left",
+        "published",
+        "receiver",
+        "request",
+        "timer",
+    )
+
+    def __init__(self, request: str, asked_s: float) -> None:
+        self.request = request
+        self.asked_s = asked_s
+        self.receiver = Receiver(request)
+        self.published = False
+        self.delivered = False
+        self.end: Done | ErrorBody | None = None
+        self.left = False
+        self.last_frame_s: float | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self._parts: list[str] = []
+        self._wake = asyncio.Event()
+
+    def add(self, text: str) -> None:
+        """New text for the client."""
+        self._parts.append(text)
+        self._wake.set()
+
+    def finish(self, end: Done | ErrorBody) -> None:
+        """Nothing follows. Only the first end counts."""
+        if self.end is None:
+            self.end = end
+            self._wake.set()
+
+    def leave(self) -> None:
+        """The client does not wait any more."""
+        self.left = True
+        self._wake.set()
+
+    def take(self) -> str:
+        """The text that has not been sent, as one piece."""
+        text = "".join(self._parts)
+        self._parts.clear()
+        return text
+
+    async def something(self) -> None:
+        """Wait for text or for the end."""
+        while not (self._parts or self.end or self.left):
+            await self._pause()
+
+    async def everything(self) -> None:
+        """Wait for the end."""
+        while not (self.end or self.left):
+            await self._pause()
+
+    async def _pause(self) -> None:
+        self._wake.clear()
+        await self._wake.wait()
+
+
+class Replies:
+    """All replies of this gateway, and the handlers of its two subjects."""
+
+    def __init__(self, bus: Bus, clock: Callable[[], float]) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._open: dict[str, Reply] = {}
+        self._whole: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, request: str, asked_s: float, timeout_s: float) -> Reply:
+        """Expect a reply. Comes before the request is published, or its first claim would be answered `gone`."""
+        reply = self._open[request] = Reply(request, asked_s)
+        reply.timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, reply, timeout_s)
+        return reply
+
+    def close(self, reply: Reply) -> None:
+        """The client has all that it will get. Work that still goes on for it is stopped, wherever it is."""
+        if reply.timer is not None:
+            reply.timer.cancel()
+        if self._open.pop(reply.request, None) is None or not reply.published:
+            return
+        notice = reply.receiver.leave()
+        if notice is not None:
+            self._say(*notice)
+        self._say(subjects.cancel(reply.request), Cancel(reply.request))
+
+    def fail_all(self, error: ErrorBody) -> None:
+        """End every reply that is not whole, as the gateway stops."""
+        for reply in self._open.values():
+            reply.finish(error)
+
+    def on_reconnect(self) -> None:
+        """Frames may have been lost with the connection: ask every holder to go on from what is here."""
+        for reply in self._open.values():
+            last = reply.receiver.arbiter.last
+            if last is not None:
+                notice = Notice(reply.request, last.claim, From(len(reply.receiver.ids)))
+                self._say(last.holder, notice)
+
+    def on_frames(self, message: Message) -> None:
+        """Frames of one engine step, of any number of requests."""
+        try:
+            frames = frames_decoder.decode(message.data)
+        except msgspec.DecodeError as error:
+            log.warning("frames_unreadable", subject=message.subject, error=str(error))
+            return
+        now_s = self._clock()
+        for frame in frames:
+            reply = self._open.get(frame.request)
+            answer = self._late(frame.request) if reply is None else self._take(reply, frame, now_s)
+            if answer is not None and message.reply:
+                self._say(message.reply, answer)
+
+    def on_claim(self, message: Message) -> None:
+        """A worker asks for the right to work on a request."""
+        try:
+            claim = claim_decoder.decode(message.data)
+        except msgspec.DecodeError as error:
+            log.warning("claim_unreadable", subject=message.subject, error=str(error))
+            return
+        reply = self._open.get(claim.request)
+        answer = self._late(claim.request) if reply is None else reply.receiver.claim(claim)
+        if message.reply:
+            self._say(message.reply, answer)
+
+    def _say(self, subject: str, said: Answer | Notice | Cancel) -> None:
+        """Nothing is kept for a broker that is away: claims and ends are repeated by who sent them."""
+        try:
+            self._bus.post(subject, encode(said))
+        except Disconnected:
+            log.warning("not_said", subject=subject)
+
+    def _late(self, request: str) -> Answer:
+        return Whole() if request in self._whole else Gone()
+
+    def _take(self, reply: Reply, frame: AnyFrame, now_s: float) -> Answer | None:
+        heard = reply.receiver.frame(frame, now_s)
+        if heard.text:
+            reply.add(heard.text)
+            _measure(reply, now_s)
+        if heard.repeated:
+            metrics.DUPLICATE_TOKENS.inc(heard.repeated)
+        if heard.notice is not None:
+            self._say(*heard.notice)
+        if heard.end is not None:
+            self._end(reply, heard.end)
+        return heard.answer
+
+    def _end(self, reply: Reply, end: Done | Failed) -> None:
+        reply.finish(end if isinstance(end, Done) else end.error)
+        del self._open[reply.request]
+        self._whole[reply.request] = None
+        if len(self._whole) > WHOLE_REMEMBERED_MAX:
+            del self._whole[next(iter(self._whole))]
+
+    def _expire(self, reply: Reply, timeout_s: float) -> None:
+        reply.finish(DeadlineExceeded(f"The reply was not whole after {timeout_s:g} s.").body())
+
+
+def _measure(reply: Reply, now_s: float) -> None:
+    if reply.last_frame_s is None:
+        metrics.TTFT_SECONDS.observe(now_s - reply.asked_s)
+    else:
+        metrics.ITL_SECONDS.observe(now_s - reply.last_frame_s)
+    reply.last_frame_s = now_s

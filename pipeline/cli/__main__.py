@@ -1,0 +1,5 @@
+"""`python -m pipeline.cli` is `headrace`."""
+
+from pipeline.cli.main import main
+
+main()

@@ -1,0 +1,48 @@
+"""Whether a reply that another worker had begun can be continued, and how.
+
+The receiver says which tokens it has. Greedy and freely sampled replies continue after them: those tokens join the prompt, and
+what follows is drawn as it would have been. What hangs on state that died with the worker (a seed's stream, counts of
+penalties, a grammar's position, logprobs) cannot: it starts again if nothing has been sent, else it ends with an error.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pipeline.errors import ReplyLost
+
+_HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "seed": (None,),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None,),
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "tools": (None, []),
+    "thinking_token_budget": (None,),
+}
+"""Field → the values under which a reply has no state beyond its tokens."""
+
+
+def stateful_field(chat: Mapping[str, Any]) -> str | None:
+    """The first field that makes a reply depend on more than its tokens."""
+    return next((name for name, harmless in _HARMLESS.items() if chat.get(name) not in harmless), None)
+
+
+def check_resumable(chat: Mapping[str, Any], delivered: Sequence[int]) -> None:
+    """Raise `ReplyLost` where a reply of which `delivered` has been sent cannot be continued."""
+    if not delivered or _is_greedy_with_seed_only(chat):
+        return
+    if (name := stateful_field(chat)) is not None:
+        raise ReplyLost(
+            f"A worker was lost after {len(delivered)} tokens, and a reply with {name} cannot be continued: send it again.",
+            param=name,
+        )
+
+
+def _is_greedy_with_seed_only(chat: Mapping[str, Any]) -> bool:
+    """A seed means nothing where nothing is drawn."""
+    return chat.get("temperature") == 0 and stateful_field({**chat, "seed": None}) is None

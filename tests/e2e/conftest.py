@@ -1,0 +1,117 @@
+"""Real parts for the end-to-end tests: a prepared model, an LMCache server, engines in processes of their own.
+
+The model is prepared once, into `HEADRACE_STATE_DIR` or `~/.cache/headrace`.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import pytest
+
+from pipeline import config as configuration
+from pipeline.config import Config
+from tests.e2e.engines import Reply
+from workers.engines import launch
+
+ROOT = Path(__file__).parents[2]
+ENGINES = "[model]\ndtype = 'float32'\n"
+"""How all engines that are compared with each other are set up. In bfloat16 near-ties come out differently (`test_split.py`)."""
+START_S = 90.0
+"""For an LMCache server to answer: it imports torch, and there may be one busy core."""
+
+
+@pytest.fixture(scope="session")
+def model_path() -> str:
+    """The default model, prepared by the command that `headrace up` uses."""
+    state_dir = os.environ.get("HEADRACE_STATE_DIR", "~/.cache/headrace")
+    command = [sys.executable, "-m", "workers.engines.model", "--source", "smollm2", "--state-dir", state_dir]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, timeout=180, text=True)
+    return done.stdout.splitlines()[-1]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A configuration file whose LMCache server runs. At its end the server and its shared memory are gone."""
+    folder = tmp_path_factory.mktemp("stack")
+    path = folder / "headrace.toml"
+    lmcache = f"[lmcache]\nport = {free_port()}\nhttp_port = {free_port()}\nshm_name = 'e2e-{os.getpid()}'\n"
+    path.write_text(ENGINES + lmcache)
+    config = configuration.load(path, {})
+    segment = launch.shm_path(config)
+    assert segment is not None
+    with (folder / "lmcache.log").open("w") as log:
+        server = subprocess.Popen(
+            launch.lmcache_command(config), env=os.environ | launch.lmcache_environment(), stdout=log, stderr=log
+        )
+        try:
+            _await_healthy(config, server, folder / "lmcache.log")
+            yield path
+        finally:
+            server.terminate()
+            server.wait(20)
+            segment.unlink(missing_ok=True)
+
+
+def _await_healthy(config: Config, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        assert server.poll() is None, f"lmcache server ended: {log.read_text()[-2000:]}"
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{config.lmcache.http_port}/healthcheck", timeout=1):
+                return
+        except OSError:
+            time.sleep(0.1)  # between two questions; nothing tells us
+    pytest.fail(f"lmcache server did not answer within {START_S} s: {log.read_text()[-2000:]}")
+
+
+Engines = Callable[..., bytes]
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    """Runs `python -m tests.e2e.engines` and returns the JSON that it prints."""
+    folder = tmp_path_factory.mktemp("engines")
+
+    def run(*arguments: str, timeout_s: float) -> bytes:
+        with (folder / f"{arguments[0]}.log").open("w+") as log:
+            return _run(arguments, log, timeout_s)
+
+    return run
+
+
+def _run(arguments: tuple[str, ...], log: IO[str], timeout_s: float) -> bytes:
+    command = [sys.executable, "-m", "tests.e2e.engines", *arguments]
+    # A session of its own, so that what vLLM has started can be ended with it, whatever happens.
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, start_new_session=True) as process:
+        try:
+            out, _ = process.communicate(timeout=timeout_s)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    log.seek(0)
+    assert process.returncode == 0, f"{command[3:]} failed: {log.read()[-4000:]}"
+    return out
+
+
+@pytest.fixture(scope="session")
+def reference_replies(engines: Engines, model_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[Reply]:
+    """What one plain vLLM engine answers to each of `PROMPTS`, in order. About 50 s."""
+    path = tmp_path_factory.mktemp("reference") / "headrace.toml"
+    path.write_text(ENGINES)
+    return msgspec.json.decode(engines("reference", model_path, str(path), timeout_s=300), type=list[Reply])

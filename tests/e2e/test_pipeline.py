@@ -1,0 +1,214 @@
+"""The whole stack as `headrace up` starts it: nats-server, LMCache, a prefill and a decode worker on vLLM, the gateway.
+
+It is started once. Float32, as everywhere where replies are compared token by token (`test_split.py` says why).
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import nats
+import openai
+import pytest
+
+from pipeline.protocol import subjects
+from tests.e2e.conftest import ENGINES, ROOT
+from tests.e2e.engines import Reply
+from tests.e2e.prompts import PROMPTS, loadable
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.anyio]  # a fixture's start counts to the first test that uses it
+
+READY_S = 240.0
+MODEL = "smollm2-135m-instruct"
+SYSTEM = "You are Ada, who answers her fans in one short and friendly sentence. " * 43  # about 600 tokens
+
+
+class Running(msgspec.Struct):
+    """The running stack, by its `endpoints.json`."""
+
+    process: subprocess.Popen[bytes]
+    gateway: str
+    nats: str
+    metrics: dict[str, str]
+    pids: list[int]
+
+    def run(self, *arguments: str) -> str:
+        """A command of `headrace` against this stack; what it prints."""
+        command = [sys.executable, "-m", "pipeline.cli", *arguments, "--url", self.gateway]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
+
+    def metric(self, process: str, name: str) -> float:
+        """One unlabelled metric of a worker."""
+        with urllib.request.urlopen(self.metrics[process], timeout=5) as answer:
+            found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert found, f"{process} does not say {name}"
+        return float(found[1])
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Running]:
+    """`headrace up`, ready. At its end nothing is left: no process, no shared memory."""
+    folder = tmp_path_factory.mktemp("up")
+    config, log = folder / "headrace.toml", folder / "up.log"
+    ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
+    config.write_text(f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n[up]\nstate_dir = '{folder}'\n")
+    before = set(Path("/dev/shm").iterdir())
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), "--model", model_path],
+            cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    try:
+        running = _await_ready(process, folder / "last.json", log)
+        yield running
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()[-3000:]
+        assert not [pid for pid in running.pids if Path(f"/proc/{pid}").exists()]
+        assert set(Path("/dev/shm").iterdir()) <= before
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _await_ready(process: subprocess.Popen[bytes], endpoints: Path, log: Path) -> Running:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"headrace up ended: {log.read_text()[-3000:]}"
+        if "Ready at" in log.read_text():
+            said = json.loads(endpoints.read_text())
+            parts = said["processes"]
+            return Running(
+                process=process,
+                gateway=said["gateway"],
+                nats=said["nats"],
+                metrics={part["name"]: part["metrics"] for part in parts if part["metrics"]},
+                pids=[part["pid"] for part in parts],
+            )
+        time.sleep(0.2)  # between two looks; nothing tells us
+    pytest.fail(f"not ready within {READY_S} s: {log.read_text()[-3000:]}")
+
+
+async def produce(url: str, creator: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The `done` frames of requests that a plain producer publishes one after the other."""
+    connection = await nats.connect(url)
+    try:
+        ends = []
+        for body in bodies:
+            inbox = connection.new_inbox()
+            replies = await connection.subscribe(inbox)
+            token = subjects.token(creator)
+            request = json.dumps({**body, "reply_to": inbox}).encode()
+            await connection.jetstream().publish(f"requests.in.interactive.{token}.{token}", request)
+            with anyio.fail_after(60):
+                while (frame := json.loads((await replies.next_msg(timeout=60)).data))["kind"] == "tokens":
+                    pass
+            await replies.unsubscribe()
+            ends.append(frame)
+        return ends
+    finally:
+        await connection.close()
+
+
+async def test_the_pipeline_replies_as_one_engine_does_and_prefill_and_decode_are_split(
+    running: Running, reference_replies: list[Reply]
+) -> None:
+    prefilled = running.metric("prefill-1", "headrace_prefill_generated_tokens_total")
+    loaded = running.metric("decode-1", "headrace_decode_loaded_tokens_total")
+    ends = await produce(running.nats, "comparison", [prompt.chat for prompt in PROMPTS])
+    assert [(end["ids"], end["text"]) for end in ends] == [(list(one.token_ids), one.text) for one in reference_replies]
+    usages = [end["usage"] for end in ends]
+    assert [usage["prompt_tokens"] for usage in usages] == [prompt.tokens for prompt in PROMPTS]
+    assert [usage["decode_cached_tokens"] for usage in usages] == [loadable(prompt.tokens) for prompt in PROMPTS]
+    assert {usage["prefill_generated_tokens"] for usage in usages} == {1}
+    assert {(usage["prefill"], usage["decode"]) for usage in usages} == {("prefill-1", "decode-1")}
+    made = running.metric("prefill-1", "headrace_prefill_generated_tokens_total") - prefilled
+    assert made == len(PROMPTS), "prefill makes one token a request, and throws it away"
+    assert running.metric("decode-1", "headrace_decode_loaded_tokens_total") - loaded == sum(
+        loadable(prompt.tokens) for prompt in PROMPTS
+    )
+
+
+def test_the_openai_sdk_works_unmodified(running: Running) -> None:
+    with openai.OpenAI(base_url=f"{running.gateway}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        whole = client.chat.completions.create(model=MODEL, messages=question, temperature=0)
+        assert "Paris" in (whole.choices[0].message.content or "")
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL, messages=question, temperature=0, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == whole.choices[0].message.content
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        assert usage.prompt_tokens_details.cached_tokens == loadable(usage.prompt_tokens), (
+            "the second time it was cached"
+        )
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=question, max_tokens=5000)
+        assert "4096" in caught.value.message
+
+
+def test_without_max_tokens_the_operators_default_applies(running: Running) -> None:
+    with openai.OpenAI(base_url=f"{running.gateway}/v1", api_key="none") as client:
+        reply = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "Count."}], extra_body={"ignore_eos": True}
+        )
+    assert reply.usage is not None
+    assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (256, "length")
+
+
+def test_the_second_chat_of_a_creator_finds_its_persona_cached(running: Running) -> None:
+    def chat() -> dict[str, Any]:
+        said = running.run("chat", "Hello!", "--creator", "ada", "--system", SYSTEM, "--max-tokens", "8", "--json")
+        usage: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return usage
+
+    first, second = chat(), chat()
+    assert first["prompt_tokens"] > 600
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] == loadable(second["prompt_tokens"])
+
+
+def test_bench_prints_one_json_object(running: Running) -> None:
+    said = running.run("bench", "--requests", "20", "--concurrency", "4", "--json")
+    result = json.loads(said.splitlines()[-1])
+    assert (result["requests"], result["completed"], result["errors"]) == (20, 20, 0)
+    assert 0 < result["ttft_p50_ms"] <= result["ttft_p99_ms"] <= result["e2e_p99_ms"]
+    assert result["e2e_p50_ms"] > 0
+    assert result["cached_tokens"] <= result["prompt_tokens"]
+    assert result["output_tokens"] > 0
+
+
+def test_the_producer_of_the_readme_works_as_printed(running: Running) -> None:
+    readme = (ROOT / "README.md").read_text()
+    example = re.search(r"```python\n(# A producer.*?)```", readme, re.DOTALL)
+    assert example
+    assert len(example[1].splitlines()) <= 20
+    said = subprocess.run(
+        [sys.executable, "-c", example[1]],
+        env=os.environ | {"NATS_URL": running.nats},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Paris" in said.stdout

@@ -1,0 +1,73 @@
+"""Prefill in one engine, decode in another, over LMCache: the same reply as one engine gives, and nothing computed twice.
+
+Real parts: vLLM, LMCache, SmolLM2-135M in bfloat16. The two engines cut a prompt's computation differently from one (decode
+computes only the tail that does not fill a chunk), so two tokens whose logits are nearly equal could change places.
+"""
+
+import re
+
+import msgspec
+import pytest
+
+from tests.e2e.conftest import Engines
+from tests.e2e.engines import Reply, Split
+from tests.e2e.prompts import CHUNK, PROMPTS, REPLY_TOKENS, loadable
+
+pytestmark = pytest.mark.timeout(600)  # a fixture's start of real engines counts to the first test that uses it
+
+
+@pytest.fixture(scope="module")
+def split(engines: Engines, stack: object, model_path: str) -> Split:
+    return msgspec.json.decode(engines("split", model_path, str(stack), timeout_s=400), type=Split)
+
+
+def test_prompts_have_the_lengths_they_claim(split: Split) -> None:
+    assert [len(reply.prompt) for reply in split.replies] == [prompt.tokens for prompt in PROMPTS]
+
+
+def test_two_engines_reply_as_one(split: Split, reference_replies: list[Reply]) -> None:
+    apart = [(reply.token_ids, reply.text) for reply in split.replies]
+    one = [(reply.token_ids, reply.text) for reply in reference_replies]
+    assert apart == one
+
+
+def test_replies_are_whole(split: Split) -> None:
+    assert {(len(reply.token_ids), reply.finish_reason) for reply in split.replies} == {(REPLY_TOKENS, "length")}
+
+
+def test_decode_loads_every_full_chunk_and_computes_only_the_tail(split: Split) -> None:
+    loaded = {len(reply.prompt): reply.cached_tokens for reply in split.replies}
+    assert loaded == {prompt.tokens: loadable(prompt.tokens) for prompt in PROMPTS}
+
+
+def test_prefill_makes_one_token_and_finds_nothing_the_first_time(split: Split) -> None:
+    assert {(done.generated_tokens, done.cached_tokens) for done in split.prefilled} == {(1, 0)}
+
+
+def test_prefill_finds_a_prompt_it_has_seen(split: Split) -> None:
+    assert split.prefilled_again.cached_tokens == loadable(PROMPTS[-1].tokens)
+
+
+def test_both_engines_may_exchange_kv(split: Split) -> None:
+    assert split.prefill.fingerprint == split.decode.fingerprint
+    assert re.fullmatch(r"[0-9a-f]{32}", split.prefill.fingerprint)
+
+
+def test_an_engine_says_what_it_holds(split: Split) -> None:
+    bytes_per_token = 30 * 2 * 3 * 64 * 2  # layers × (K, V) × heads × head size × bfloat16
+    assert split.decode.kv_blocks == 512 * 1024 * 1024 // (bytes_per_token * CHUNK) - 1
+    assert (split.decode.block_size, split.decode.chunk_size) == (CHUNK, CHUNK)
+
+
+def test_a_stop_string_is_not_in_the_reply(split: Split) -> None:
+    whole = split.replies[0].text
+    assert split.stopped.finish_reason == "stop"
+    assert split.stopped.text == whole[: whole.index(whole[8:14])]
+
+
+def test_idle_engines_hold_nothing(split: Split) -> None:
+    assert {(usage.running, usage.waiting, usage.kv_usage_ratio) for usage in split.usage} == {(0, 0, 0.0)}
+
+
+def test_a_closed_engine_leaves_no_process(split: Split) -> None:
+    assert split.children == []

@@ -1,0 +1,153 @@
+"""The replies under way, without a broker: what is said to workers, and what is remembered."""
+
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from gateway import replies as module
+from gateway.replies import Replies
+from pipeline.bus.connection import Bus, Message
+from pipeline.bus.errors import Disconnected
+from pipeline.errors import EngineFailed
+from pipeline.protocol.messages import (
+    Cancel,
+    Claim,
+    Failed,
+    From,
+    Go,
+    Gone,
+    Notice,
+    Tokens,
+    Whole,
+    encode,
+    pack_ids,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+class Posted:
+    """A bus that keeps what it is given, or has lost its connection."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, bytes]] = []
+        self.lost = False
+
+    def post(self, subject: str, data: bytes) -> None:
+        if self.lost:
+            raise Disconnected("There is no connection.")
+        self.said.append((subject, data))
+
+    def take(self) -> list[tuple[str, bytes]]:
+        said, self.said = self.said, []
+        return said
+
+
+@pytest.fixture
+def bus() -> Posted:
+    return Posted()
+
+
+@pytest.fixture
+async def replies(bus: Posted) -> Replies:
+    return Replies(cast("Bus", bus), anyio.current_time)
+
+
+def message(data: Any, reply: str = "") -> Message:
+    return Message("here", reply, data if isinstance(data, bytes) else encode(data), None)
+
+
+def claim(request: str, number: int = 1) -> Message:
+    return message(Claim(request=request, claim=f"c{number}", epoch="1", holder=f"holder.{number}", ack="ack"), "asker")
+
+
+def tokens(request: str, index: int, text: str) -> Tokens:
+    return Tokens(1, request, "c1", index, pack_ids([7]), text)
+
+
+def failed(request: str) -> Message:
+    return message([Failed(1, request, "c1", 0, EngineFailed("No.").body())], "asker")
+
+
+async def test_a_claim_is_answered_where_it_asks_to_be(replies: Replies, bus: Posted) -> None:
+    replies.open("r", 0.0, 60.0)
+    replies.on_claim(claim("r"))
+    replies.on_claim(claim("unknown"))
+    assert bus.take() == [("asker", encode(Go())), ("asker", encode(Gone()))]
+
+
+async def test_text_waits_joined_until_it_is_taken(replies: Replies) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    replies.on_claim(claim("r"))
+    replies.on_frames(message([tokens("r", 0, "Par"), tokens("other", 0, "x"), tokens("r", 1, "is.")]))
+    await reply.something()
+    assert reply.take() == "Paris."
+    assert reply.take() == ""
+
+
+async def test_after_a_reconnect_every_holder_is_asked_to_go_on(replies: Replies, bus: Posted) -> None:
+    replies.open("r", 0.0, 60.0)
+    replies.open("unclaimed", 0.0, 60.0)
+    replies.on_claim(claim("r"))
+    replies.on_frames(message([tokens("r", 0, "Par")]))
+    bus.take()
+    replies.on_reconnect()
+    assert bus.take() == [("holder.1", encode(Notice("r", "c1", From(1))))]
+
+
+async def test_a_reply_closed_early_tells_its_holder_and_everybody_else(replies: Replies, bus: Posted) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    reply.published = True
+    replies.on_claim(claim("r"))
+    bus.take()
+    replies.close(reply)
+    replies.close(reply)
+    assert bus.take() == [
+        ("holder.1", encode(Notice("r", "c1", Gone()))),
+        ("control.cancel.r", encode(Cancel("r"))),
+    ]
+    assert len(replies) == 0
+
+
+async def test_a_request_that_was_never_published_is_not_cancelled(replies: Replies, bus: Posted) -> None:
+    replies.close(replies.open("r", 0.0, 60.0))
+    assert bus.take() == []
+
+
+async def test_only_the_first_end_counts(replies: Replies) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    replies.fail_all(EngineFailed("First.").body())
+    replies.fail_all(EngineFailed("Second.").body())
+    await reply.everything()
+    assert reply.end == EngineFailed("First.").body()
+
+
+async def test_ended_requests_answer_whole_until_they_are_forgotten(
+    replies: Replies, bus: Posted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "WHOLE_REMEMBERED_MAX", 2)
+    for request in ("first", "second", "third"):
+        replies.open(request, 0.0, 60.0)
+        replies.on_claim(claim(request))
+        replies.on_frames(failed(request))
+    bus.take()
+    for request in ("first", "second", "third"):
+        replies.on_frames(failed(request))
+    assert [data for _, data in bus.take()] == [encode(Gone()), encode(Whole()), encode(Whole())]
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x91\x93\xa6tokens\x02\xa1r", encode({"type": "claim"}), encode([1])])
+async def test_what_cannot_be_read_is_dropped(replies: Replies, bus: Posted, data: bytes) -> None:
+    replies.on_claim(message(data, "asker"))
+    replies.on_frames(message(data, "asker"))
+    assert bus.take() == []
+
+
+async def test_without_a_connection_nothing_is_said_and_nothing_breaks(replies: Replies, bus: Posted) -> None:
+    replies.open("r", 0.0, 60.0)
+    bus.lost = True
+    replies.on_claim(claim("r"))
+    bus.lost = False
+    replies.on_claim(claim("r"))
+    assert bus.take() == [("asker", encode(Go()))]

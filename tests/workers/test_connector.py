@@ -1,0 +1,164 @@
+"""The race between an abort and a load, in every order of the two reports, against vLLM's own bookkeeping.
+
+vLLM's scheduler is real where it acts on the reports (`_update_from_kv_xfer_finished`); LMCache's connector is real where it
+answers and where its worker reports. What they would ask a server or a GPU is left out: `tests/e2e/test_engine_abort.py` has it.
+"""
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)  # the first test imports torch and vLLM
+
+REQUEST = "request"
+
+
+class Scheduler:
+    """vLLM's scheduler as far as it follows one request of a producer, with the given connector class."""
+
+    def __init__(self, parts: SimpleNamespace, connector_class: Any) -> None:
+        self._parts = parts
+        self.request = SimpleNamespace(request_id=REQUEST, status=parts.RequestStatus.WAITING, kv_transfer_params=None)
+        self.requests = {REQUEST: self.request}
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.freed = 0
+        self.connector = connector_class.__new__(connector_class)
+        vars(self.connector).update(
+            _can_store=True, lazy_offload=False, request_trackers={}, _loading=set(), _sending=set()
+        )
+        self.connector.scheduler_adapter = SimpleNamespace(
+            cleanup_lookup_result=lambda _: None, end_session=lambda _: None, free_lookup_locks=lambda **_: None
+        )
+
+    def load(self) -> None:
+        """The request's look-up has found 64 tokens, and their blocks are allocated."""
+        prompt = {"all_token_ids": list(range(64)), "num_prompt_tokens": 64, "mm_features": [], "cache_salt": ""}
+        tracker = self._parts.Tracker(SimpleNamespace(request_id=REQUEST, sampling_params=None, **prompt))
+        tracker.num_lmcache_hit_tokens = 64
+        self.connector.request_trackers[REQUEST] = tracker
+        blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+        self.connector.update_state_after_alloc(self.request, blocks, 63)
+        self.request.status = self._parts.RequestStatus.WAITING_FOR_REMOTE_KVS
+
+    def finish(self, status: str) -> None:
+        """As `finish_requests` and `_free_request` do: who holds the blocks from now on?"""
+        loading = self.request.status == self._parts.RequestStatus.WAITING_FOR_REMOTE_KVS
+        held = loading and REQUEST not in self.finished_recving_kv_req_ids
+        self.request.status = self._parts.RequestStatus[status]
+        held |= self.connector.request_finished(self.request, [1, 2])[0]
+        if not held:
+            self._free_blocks(self.request)
+
+    def report(self, *, received: bool = False, sent: bool = False) -> None:
+        """A step's reports from the worker."""
+        output = self._parts.KVConnectorOutput(
+            finished_recving={REQUEST} if received else set(), finished_sending={REQUEST} if sent else set()
+        )
+        self._parts.Scheduler._update_from_kv_xfer_finished(self, output)
+
+    def _free_blocks(self, request: Any) -> None:
+        self.freed += 1
+        del self.requests[request.request_id]
+
+    def _set_kv_fetch_stage(self, *_args: object) -> None:
+        """Metrics of vLLM's."""
+
+
+@pytest.fixture(scope="module")
+def parts() -> SimpleNamespace:
+    """The classes under test. Importing vLLM and what it imports warns of deprecations that are not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+        from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestTracker
+        from lmcache.integration.vllm.vllm_multi_process_adapter import LMCacheMPWorkerAdapter
+        from vllm.v1.core.sched import scheduler
+        from vllm.v1.outputs import KVConnectorOutput
+        from vllm.v1.request import RequestStatus
+
+        from workers.engines.connector import PDConnector
+    return SimpleNamespace(
+        Upstream=LMCacheMPConnector,
+        Ours=PDConnector,
+        Tracker=LMCacheMPRequestTracker,
+        Worker=LMCacheMPWorkerAdapter,
+        Scheduler=scheduler.Scheduler,
+        KVConnectorOutput=KVConnectorOutput,
+        RequestStatus=RequestStatus,
+    )
+
+
+@pytest.fixture
+def scheduler(parts: SimpleNamespace) -> Scheduler:
+    return Scheduler(parts, parts.Ours)
+
+
+def test_lmcaches_worker_reports_a_send_that_never_was(parts: SimpleNamespace) -> None:
+    worker = SimpleNamespace(
+        finished_stores=set(), store_futures={}, previously_finished=set(), _returned_finished=set()
+    )
+    worker._update_and_get_finished_store = set
+    assert parts.Worker._process_finished_stores(worker, set(), {REQUEST}) == {REQUEST}
+
+
+def test_under_lmcaches_own_connector_that_send_ends_the_scheduler(parts: SimpleNamespace) -> None:
+    scheduler = Scheduler(parts, parts.Upstream)
+    scheduler.load()
+    scheduler.finish("FINISHED_ABORTED")
+    scheduler.report(received=True)
+    with pytest.raises(AssertionError):
+        scheduler.report(sent=True)
+
+
+def test_an_abort_during_a_load_frees_the_blocks_once_when_the_load_is_done(scheduler: Scheduler) -> None:
+    scheduler.load()
+    scheduler.finish("FINISHED_ABORTED")
+    assert scheduler.freed == 0
+    scheduler.report(received=True)
+    assert scheduler.freed == 1
+    scheduler.report(sent=True)
+    assert scheduler.freed == 1
+
+
+def test_both_reports_may_come_in_one_step(scheduler: Scheduler) -> None:
+    scheduler.load()
+    scheduler.finish("FINISHED_ABORTED")
+    scheduler.report(received=True, sent=True)
+    assert scheduler.freed == 1
+
+
+def test_an_early_send_does_not_free_blocks_that_a_load_still_writes(scheduler: Scheduler) -> None:
+    scheduler.load()
+    scheduler.finish("FINISHED_ABORTED")
+    scheduler.report(sent=True)
+    assert scheduler.freed == 0
+    scheduler.report(received=True)
+    assert scheduler.freed == 1
+
+
+def test_an_abort_after_the_load_waits_for_the_send(scheduler: Scheduler) -> None:
+    scheduler.load()
+    scheduler.report(received=True)
+    scheduler.finish("FINISHED_ABORTED")
+    assert scheduler.freed == 0
+    scheduler.report(sent=True)
+    assert scheduler.freed == 1
+
+
+def test_a_request_that_loaded_and_ran_to_its_end_waits_for_its_store(scheduler: Scheduler) -> None:
+    scheduler.load()
+    scheduler.report(received=True)
+    scheduler.finish("FINISHED_LENGTH_CAPPED")
+    assert scheduler.freed == 0
+    scheduler.report(sent=True)
+    assert scheduler.freed == 1
+
+
+def test_nothing_is_remembered_of_requests_that_are_gone(scheduler: Scheduler) -> None:
+    scheduler.load()
+    scheduler.finish("FINISHED_ABORTED")
+    scheduler.report(received=True)
+    scheduler.report(sent=True)
+    assert (scheduler.connector._loading, scheduler.connector._sending) == (set(), set())

@@ -1,0 +1,174 @@
+"""Environments, arguments and paths of engines and of the LMCache server; and the hash that says who may exchange KV."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.config import Config, Engine, LMCache, Model
+from pipeline.errors import OperatorError
+from workers.engines import launch
+from workers.engines.fingerprint import SAMPLE_BYTES, fingerprint
+
+ROLES: tuple[launch.Role, ...] = ("prefill", "decode")
+
+
+@pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(launch, "cpu_build", lambda: request.param)
+    return bool(request.param)
+
+
+def replaced(**tables: Any) -> Config:
+    return msgspec.structs.replace(Config(), **tables)
+
+
+def test_prefill_stores_and_decode_only_loads() -> None:
+    roles = {role: launch.connector(Config(), role)["kv_role"] for role in ROLES}
+    assert roles == {"prefill": "kv_producer", "decode": "kv_consumer"}
+
+
+def test_a_chunk_that_is_gone_is_recomputed() -> None:
+    assert launch.connector(Config(), "decode")["kv_load_failure_policy"] == "recompute"
+
+
+def test_the_connector_is_ours_and_knows_the_server() -> None:
+    config = replaced(lmcache=LMCache(host="10.0.0.1", port=7000, timeout_s=3.0))
+    transfer = launch.connector(config, "prefill")
+    assert (transfer["kv_connector_module_path"], transfer["kv_connector"]) == (
+        "workers.engines.connector",
+        "PDConnector",
+    )
+    extra = transfer["kv_connector_extra_config"]
+    assert extra["lmcache.mp.host"] == "tcp://10.0.0.1"
+    assert (extra["lmcache.mp.port"], extra["lmcache.mp.mq_timeout"]) == (7000, 3.0)
+
+
+def test_what_is_for_cpu_stays_on_cpu(cpu: bool) -> None:
+    arguments = launch.engine_arguments(Config(), "decode", "/model")
+    extra = arguments["kv_transfer_config"]["kv_connector_extra_config"]
+    environment = launch.environment(Config(), "decode")
+    assert ("enforce_eager" in arguments) is cpu
+    assert ("lmcache.mp.mp_transfer_mode" in extra) is cpu
+    assert ("VLLM_CPU_OMP_THREADS_BIND" in environment) is cpu
+    assert ("OMP_NUM_THREADS" in environment) is cpu
+
+
+def test_each_role_has_its_own_settings() -> None:
+    config = replaced(prefill=Engine(slots=2, threads=3, kv_cache_bytes=1 << 20), decode=Engine(slots=9, threads=4))
+    prefill, decode = (launch.engine_arguments(config, role, "/model") for role in ROLES)
+    assert (prefill["max_num_seqs"], decode["max_num_seqs"]) == (2, 9)
+    assert prefill["kv_cache_memory_bytes"] == 1 << 20
+    assert [launch.environment(config, role)["OMP_NUM_THREADS"] for role in ROLES] == ["3", "4"]
+
+
+def test_extra_arguments_win() -> None:
+    config = replaced(decode=Engine(extra={"max_num_seqs": 3, "seed": 7}))
+    arguments = launch.engine_arguments(config, "decode", "/model")
+    assert (arguments["max_num_seqs"], arguments["seed"]) == (3, 7)
+    assert "seed" not in launch.engine_arguments(config, "prefill", "/model")
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (replaced(decode=Engine(slots=64, max_num_batched_tokens=32)), "decode.max_num_batched_tokens"),
+        (replaced(lmcache=LMCache(chunk_size=48, block_size=32)), "lmcache.chunk_size"),
+        (replaced(lmcache=LMCache(chunk_size=16, block_size=16)), "lmcache.block_size"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_the_operators_error(config: Config, names: str) -> None:
+    with pytest.raises(OperatorError, match=names):
+        launch.engine_arguments(config, "decode", "/model")
+
+
+def test_a_local_model_needs_no_hub(tmp_path: Path) -> None:
+    offline = {
+        source: launch.environment(replaced(model=Model(source=source)), "prefill").get("HF_HUB_OFFLINE")
+        for source in ("smollm2", str(tmp_path), "org/name")
+    }
+    assert offline == {"smollm2": "1", str(tmp_path): "1", "org/name": None}
+
+
+def test_nobody_is_told_of_our_use() -> None:
+    environment = launch.environment(Config(), "prefill")
+    assert (environment["VLLM_NO_USAGE_STATS"], environment["DO_NOT_TRACK"]) == ("1", "1")
+    assert environment["LMCACHE_TRACK_USAGE"] == launch.lmcache_environment()["LMCACHE_TRACK_USAGE"] == "false"
+
+
+def test_the_environment_is_set_whatever_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*launch.environment(Config(), "decode"), "VLLM_CPU_KVCACHE_SPACE"):
+        monkeypatch.setenv(name, "40")
+    launch.apply_environment(Config(), "decode")
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+
+
+def test_lmcache_knows_every_option_we_give_it() -> None:
+    command = launch.lmcache_command(Config())
+    usage = subprocess.run(
+        [*command[: command.index("server") + 1], "--help"],
+        env=os.environ | launch.lmcache_environment(),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    ).stdout
+    assert [option for option in command if option.startswith("--") and option not in usage] == []
+
+
+def test_the_lmcache_command_is_this_interpreters() -> None:
+    config = replaced(lmcache=LMCache(l1_bytes=1 << 29, shm_name="here"))
+    command = launch.lmcache_command(config)
+    assert command[0] == sys.executable
+    options = dict(zip(command[4::2], command[5::2], strict=True))
+    assert (options["--l1-size-gb"], options["--shm-name"]) == ("0.5", "here")
+    assert options["--supported-transfer-mode"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("headrace", Path("/dev/shm/lmcache_l1_pool_headrace")),
+        ("lmcache_l1_pool_x", Path("/dev/shm/lmcache_l1_pool_x")),
+        ("", None),
+    ],
+)
+def test_the_shared_memory_is_where_lmcache_puts_it(name: str, path: Path | None) -> None:
+    config = replaced(lmcache=LMCache(shm_name=name))
+    assert launch.shm_path(config) == path
+    assert ("--shm-name" in launch.lmcache_command(config)) is (path is not None)
+
+
+class TestFingerprint:
+    @pytest.fixture
+    def folder(self, tmp_path: Path) -> Path:
+        header = b'{"weight":{}}'
+        weights = len(header).to_bytes(8, "little") + header + bytes(100 * SAMPLE_BYTES)
+        for name, content in {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": weights}.items():
+            (tmp_path / name).write_bytes(content)
+        return tmp_path
+
+    def test_is_the_same_for_the_same_files_elsewhere(
+        self, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> None:
+        other = tmp_path_factory.mktemp("other")
+        for path in folder.iterdir():
+            (other / path.name).write_bytes(path.read_bytes())
+        assert fingerprint(folder, {"dtype": "x"}) == fingerprint(other, {"dtype": "x"})
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+    def test_differs_with_any_file(self, folder: Path, name: str) -> None:
+        before = fingerprint(folder, {})
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+        assert fingerprint(folder, {}) != before
+
+    def test_differs_with_any_fact(self, folder: Path) -> None:
+        assert fingerprint(folder, {"isa": "amx"}) != fingerprint(folder, {"isa": "vec"})
+        assert fingerprint(None, {"model": "a"}) != fingerprint(None, {"model": "b"})

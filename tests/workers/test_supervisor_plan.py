@@ -1,0 +1,144 @@
+"""What must run, in which order, and what falls together: tables."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.config import Config, LMCache, Nats, load
+from pipeline.errors import OperatorError
+from workers.engines.simulated.engine import TIER_VARIABLE
+from workers.supervisor import plan
+from workers.supervisor.plan import Ended, Options, Present, Site, Stage
+
+SITE = Site(
+    run="r1",
+    folder=Path("/runs/r1"),
+    config_path=Path("/etc/headrace.toml"),
+    nats_server=Path("/bin/nats-server"),
+    nats_config=Path("/etc/nats.conf"),
+)
+REAL = Config()
+SIMULATED = plan.chosen(Config(), Options(engine="simulated", prefill=4, decode=1))
+
+
+def units(config: Config) -> dict[str, plan.Unit]:
+    return {unit.name: unit for unit in plan.plan(config, SITE, list(range(9101, 9120)))}
+
+
+def test_the_real_engine_needs_broker_model_and_store() -> None:
+    after = {name: unit.after for name, unit in units(REAL).items()}
+    assert after == {
+        "nats": (),
+        "streams": ("nats",),
+        "model": (),
+        "lmcache": (),
+        "prefill-1": ("streams", "model", "lmcache"),
+        "decode-1": ("streams", "model", "lmcache"),
+        "gateway": ("streams",),
+    }
+
+
+def test_the_simulated_engine_needs_only_the_broker() -> None:
+    after = {name: unit.after for name, unit in units(SIMULATED).items()}
+    workers = ("prefill-1", "prefill-2", "prefill-3", "prefill-4", "decode-1")
+    assert after == {
+        "nats": (),
+        "streams": ("nats",),
+        **dict.fromkeys(workers, ("streams",)),
+        "gateway": ("streams",),
+    }
+
+
+def test_workers_fall_with_lmcache_and_with_nothing_else() -> None:
+    real = list(units(REAL).values())
+    assert plan.falling_with(real, "lmcache") == ("prefill-1", "decode-1")
+    others = {unit.name for unit in real} - {"lmcache"}
+    assert not any(plan.falling_with(real, name) for name in others)
+
+
+def test_the_drain_goes_from_who_takes_requests_to_who_carries_them() -> None:
+    order = list(plan.drain_order(list(units(REAL).values()), drain_s=20.0))
+    assert order == [
+        (("gateway",), 10.0),
+        (("streams", "model", "prefill-1", "decode-1"), 16.0),
+        (("lmcache",), 18.0),
+        (("nats",), 20.0),
+    ]
+
+
+def test_a_worker_is_known_by_its_presence_and_a_step_by_its_end() -> None:
+    real = units(REAL)
+    assert real["decode-1"].ready == Present("decode", "decode-1")
+    assert isinstance(real["model"].ready, Ended)
+    assert real["model"].is_step
+    assert not real["nats"].is_step
+
+
+def test_each_worker_has_a_metrics_port_of_its_own() -> None:
+    workers = [unit for unit in units(SIMULATED).values() if unit.stage == Stage.WORKERS and not unit.is_step]
+    assert [unit.metrics_port for unit in workers] == [9101, 9102, 9103, 9104, 9105]
+    assert workers[0].command[-6:] == ("--id", "prefill-1", "--metrics-port", "9101", "--config", "/etc/headrace.toml")
+
+
+def test_simulated_workers_share_a_tier_and_real_ones_none() -> None:
+    simulated, real = units(SIMULATED), units(REAL)
+    tiers = {unit.environment.get(TIER_VARIABLE) for unit in simulated.values() if unit.metrics_port}
+    assert tiers == {"/runs/r1/simulated-lmcache"}
+    assert TIER_VARIABLE not in real["prefill-1"].environment
+    assert real["prefill-1"].environment["VLLM_NO_USAGE_STATS"] == "1"
+
+
+def test_the_broker_listens_on_loopback_and_keeps_its_files_in_the_run() -> None:
+    command = units(REAL)["nats"].command
+    assert command[:3] == ("/bin/nats-server", "-c", "/etc/nats.conf")
+    pairs = dict(zip(command[3::2], command[4::2], strict=True))
+    assert pairs == {"-a": "127.0.0.1", "-p": "4222", "-m": "8222", "-sd": "/runs/r1/nats"}
+
+
+def test_the_store_leaves_its_shared_memory_when_it_is_killed() -> None:
+    settled = plan.settled(REAL, "r1", [])
+    assert units(settled)["lmcache"].leftovers == (Path("/dev/shm/lmcache_l1_pool_headrace-r1"),)
+    without = plan.settled(msgspec.structs.replace(REAL, lmcache=LMCache(shm_name="")), "r1", [])
+    assert units(without)["lmcache"].leftovers == ()
+
+
+def test_ports_of_zero_become_free_ones_and_others_stay() -> None:
+    config = load(None, {"HEADRACE__NATS__URL": "nats://127.0.0.1:0", "HEADRACE__LMCACHE__PORT": "0"})
+    settled = plan.settled(config, "r1", [7001, 7002])
+    assert settled.nats.url == "nats://127.0.0.1:7001"
+    assert settled.lmcache.port == 7002
+    assert settled.gateway.port == 8000
+
+
+def test_children_read_back_exactly_the_settled_configuration() -> None:
+    zero = {"NATS__URL": "nats://[::1]:0", "NATS__MONITOR_PORT": "0", "GATEWAY__PORT": "0", "LMCACHE__HTTP_PORT": "0"}
+    chosen = plan.chosen(
+        load(None, {f"HEADRACE__{name}": value for name, value in zero.items()}),
+        Options(engine="simulated", model="/models/m"),
+    )
+    settled = plan.settled(chosen, "r1", range(7001, 7001 + plan.PORTS_MAX))
+    assert load(None, plan.overlay(settled)) == settled
+
+
+def test_options_leave_alone_what_they_do_not_name() -> None:
+    assert plan.chosen(REAL, Options()) == REAL
+    assert plan.chosen(REAL, Options(port=0)).gateway.port == 0
+    assert plan.chosen(REAL, Options(prefill=3)).up.prefill == 3
+
+
+def test_up_refuses_a_broker_elsewhere() -> None:
+    for url in ("nats://10.0.0.1:4222", "nats://127.0.0.1:port", "nonsense"):
+        with pytest.raises(OperatorError, match="starts a NATS server of its own"):
+            plan.broker(msgspec.structs.replace(REAL, nats=Nats(url=url)))
+    assert plan.broker(msgspec.structs.replace(REAL, nats=Nats(url="nats://localhost"))) == ("localhost", 4222)
+
+
+def test_a_gateway_on_all_addresses_is_reached_on_loopback() -> None:
+    config = load(None, {"HEADRACE__GATEWAY__HOST": "0.0.0.0", "HEADRACE__GATEWAY__PORT": "81"})
+    assert plan.gateway_url(config) == "http://127.0.0.1:81"
+
+
+def test_each_port_in_use_can_be_blamed_on_its_setting() -> None:
+    assert plan.ports(SIMULATED) == {4222: "nats.url", 8222: "nats.monitor_port", 8000: "gateway.port"}
+    assert set(plan.ports(REAL).values()) >= {"lmcache.port", "lmcache.http_port"}
