@@ -7,7 +7,6 @@ What to promise is `pipeline.protocol.credits`; what to do when is `pipeline.pro
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -15,6 +14,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from pipeline import outside
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.config import Config
@@ -59,7 +59,7 @@ class DecodeWorker:
 
     def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity) -> None:
         self.bus, self.engine, self.config, self.me = bus, engine, config, me
-        self.clock: Callable[[], float] = time.monotonic
+        self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
         self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks)
         self.desk = Desk(
@@ -88,7 +88,7 @@ class DecodeWorker:
             self.ready = True
             while True:
                 await anyio.sleep(REPEAT_PERIOD_S / 2)
-                self._publish(self.ledger.tick(self.clock(), time.time()))
+                self._publish(self.ledger.tick(self.clock(), outside.unix_s()))
                 self._measure()
 
     async def drain(self) -> None:

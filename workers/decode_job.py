@@ -1,11 +1,11 @@
 """One request at decode: from its handoff to the ack of the message that brought it."""
 
-import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 import msgspec
 
+from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import (
@@ -68,7 +68,7 @@ class DecodeJob(Job):
         self._holds_blocks = True
         self._refused_for = Event.FAILED
         self._lease: str | None = None
-        super().__init__(desk.clock() + handoff.deadline_s - time.time(), desk.clock)
+        super().__init__(desk.clock() + handoff.deadline_s - outside.unix_s(), desk.clock)
         self.happen(Event.TAKEN)
 
     @property

@@ -1,9 +1,8 @@
 """Who a worker process is."""
 
-import secrets
-import time
-
 import msgspec
+
+from pipeline import outside
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -15,9 +14,9 @@ class Identity(msgspec.Struct, frozen=True):
 
 def new_identity(worker_id: str) -> Identity:
     """An identity for this life: epochs begin with the start time in milliseconds, so that they order as text."""
-    return Identity(worker_id, f"{int(time.time() * 1000):013d}-{secrets.token_hex(4)}")
+    return Identity(worker_id, f"{int(outside.unix_s() * 1000):013d}-{outside.token(4)}")
 
 
 def new_claim(me: Identity) -> str:
     """A claim id that nobody else will make."""
-    return f"{me.id}-{secrets.token_hex(8)}"
+    return f"{me.id}-{outside.token(8)}"

@@ -7,13 +7,13 @@
 What to do when is `pipeline.protocol.request`; which pulls to offer is `pipeline.protocol.slots`.
 """
 
-import time
 from collections.abc import Callable
 from typing import Final
 
 import anyio
 from anyio.abc import TaskGroup
 
+from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.puller import Delivery, Puller
@@ -50,7 +50,7 @@ class PrefillWorker:
 
     def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity, presences: Presences) -> None:
         self.bus, self.engine, self.config, self.me, self.presences = bus, engine, config, me, presences
-        self.clock: Callable[[], float] = time.monotonic
+        self.clock: Callable[[], float] = outside.monotonic_s
         self.slots = Slots(config.prefill.slots)
         self.queued_tokens = 0
         self.ready = False

@@ -1,9 +1,6 @@
 """One request at prefill: from its delivery to the moment that a decode worker has taken it over."""
 
 import contextlib
-import random
-import secrets
-import time
 from collections.abc import Awaitable, Callable
 from functools import cached_property
 from typing import Final
@@ -11,6 +8,7 @@ from typing import Final
 import anyio
 import msgspec
 
+from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery
@@ -178,7 +176,7 @@ class PrefillJob(Job):
             )
         asked_s, had = self._clock(), False
         while True:
-            self.send(self.asking.tick(self._clock(), self.desk.decoders(), (random.random(), random.random())))
+            self.send(self.asking.tick(self._clock(), self.desk.decoders(), (outside.roll(), outside.roll())))
             if self.asking.impossible:
                 raise InvalidField(f"The request is too large: it {self.asking.impossible}.", param="max_tokens")
             has = self.asking.grant is not None
@@ -273,7 +271,7 @@ class PrefillJob(Job):
             await self.desk.bus.store(
                 subjects.dead_letter(reason, self.stored.shard.klass),
                 self.delivery.data,
-                msg_id=secrets.token_hex(16),
+                msg_id=outside.token(16),
                 timeout_s=HANDOFF_TIMEOUT_S,
                 headers=headers,
             )
@@ -293,7 +291,7 @@ class PrefillJob(Job):
             unix_s = self.intake.deadline_s
         except RequestError:
             unix_s = self.ack.stored_at_s + self.desk.rules.timeout_max_s[self.stored.shard.klass]
-        return self.desk.clock() + unix_s - time.time()
+        return self.desk.clock() + unix_s - outside.unix_s()
 
 
 def _header_text(error: ReplyError) -> str:

@@ -14,6 +14,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from pipeline import outside
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
@@ -96,7 +97,7 @@ class _Process:
         self._tasks.start_soon(self._watch_engine)
         self._tasks.start_soon(_measure_lag)
         self._announcer = Announcer(bus, loop.presence)
-        watcher = Watcher(bus, presences, time.monotonic)
+        watcher = Watcher(bus, presences, outside.monotonic_s)
         await watcher.start()
         await self._announcer.start()
         try:

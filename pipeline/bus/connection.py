@@ -7,7 +7,6 @@ that are called as messages are read; what they raise is logged and counted.
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, Self
@@ -16,6 +15,7 @@ from urllib.parse import urlsplit
 import anyio
 import nats.errors
 
+from pipeline import outside
 from pipeline.bus import store
 from pipeline.bus.background import Background, handler_failed
 from pipeline.bus.calls import Calls
@@ -86,7 +86,7 @@ class Bus:
     @classmethod
     async def connect(cls, url: str, name: str, connect_timeout_s: float = 5.0) -> Self:
         """Connect as `name`. Raises `OperatorError` where the broker cannot be reached within `connect_timeout_s`."""
-        bus = cls(f"_INBOX.{token(name)}.{secrets.token_hex(4)}")
+        bus = cls(f"_INBOX.{token(name)}.{outside.token(4)}")
         try:
             with anyio.fail_after(connect_timeout_s):
                 await bus._start(url, name, connect_timeout_s)

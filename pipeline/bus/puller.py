@@ -17,11 +17,11 @@ Where the broker refuses (409, 503, …), the end is told 0.2 s later, so that o
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
+from pipeline import outside
 from pipeline.bus.background import Background, handler_failed
 from pipeline.bus.connection import Bus, Message, Subscription
 from pipeline.bus.errors import Disconnected
@@ -140,7 +140,7 @@ class Puller:
             return  # a new connection, whose inbox is not there yet: `_renew` ends it with the others
         self._count += 1
         reply = f"{self._inbox}.{self._count:x}"
-        self._pulls[reply] = _Pull(shard, batch, time.monotonic())
+        self._pulls[reply] = _Pull(shard, batch, outside.monotonic_s())
         body = f'{{"batch":{batch},"priority":{min(priority, PULL_RANK_MAX)},{self._terms}}}'
         with contextlib.suppress(Disconnected):  # ends with the others by the new connection, or by silence
             self._bus.post(f"$JS.API.CONSUMER.MSG.NEXT.{shard.stream}.{shard.consumer}", body.encode(), reply)
@@ -173,7 +173,7 @@ class Puller:
     def _told(self, pull: _Pull, reply: str, headers: Mapping[str, str]) -> None:
         status = headers.get("Status", "")
         if status == _HEARTBEAT:
-            pull.heard_s = time.monotonic()
+            pull.heard_s = outside.monotonic_s()
             return
         del self._pulls[reply]
         if status not in _OVER and (pull.shard, status) not in self._complained:
@@ -237,11 +237,11 @@ class Puller:
 
     async def _watch(self) -> None:
         while True:
-            woken_s = time.monotonic() + self._heartbeat_s
+            woken_s = outside.monotonic_s() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
-            late_s = time.monotonic() - woken_s
+            late_s = outside.monotonic_s() - woken_s
             if self._inbox and self._bus.connected and late_s < self._heartbeat_s:  # else heartbeats lie unread
-                self._forget_silent(time.monotonic() - _SILENT_HEARTBEATS * self._heartbeat_s)
+                self._forget_silent(outside.monotonic_s() - _SILENT_HEARTBEATS * self._heartbeat_s)
 
     def _forget_silent(self, since_s: float) -> None:
         self._pulls = {reply: pull for reply, pull in self._pulls.items() if pull.heard_s >= since_s}
