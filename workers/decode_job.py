@@ -11,6 +11,7 @@ from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import (
     Done,
     Failed,
+    Go,
     Handoff,
     HandoffAnswer,
     Tokens,
@@ -20,8 +21,9 @@ from pipeline.protocol.messages import (
 )
 from pipeline.protocol.reply import Outbox
 from pipeline.protocol.request import Decode, Effect, Event, Stage, step_decode
+from pipeline.protocol.resume import check_resumable
 from pipeline.telemetry import metrics
-from workers.engines.port import Engine, FinishReason
+from workers.engines.port import Engine, FinishReason, Step
 from workers.frames import FrameSender
 from workers.holding import EVENT_OF, Holding
 from workers.identity import Identity, new_claim
@@ -62,6 +64,7 @@ class DecodeJob(Job):
         )
         self.state = Decode(arbitrated=self.holding.arbitrated)
         self.outbox = Outbox(handoff.request, self.holding.claim)
+        self._delivered: list[int] = []
         self._finish: FinishReason | None = None
         self._cached_tokens = 0
         self._frames_held = False
@@ -115,7 +118,11 @@ class DecodeJob(Job):
 
     async def _claim(self) -> None:
         """Take over from prefill; in doubt, ask again under the same claim."""
-        self.happen(EVENT_OF[type(await self.holding.claim_it(follows=self.handoff.claim))])
+        answer = await self.holding.claim_it(follows=self.handoff.claim)
+        if isinstance(answer, Go) and self.stage is Stage.TAKING:
+            self._delivered = unpack_ids(answer.ids)
+            self.outbox = Outbox(self.handoff.request, self.holding.claim, self._delivered)
+        self.happen(EVENT_OF[type(answer)])
 
     async def _accept(self) -> None:
         self._lease = self.desk.leases.hold(self.handoff.ack, lambda: self.happen(Event.DOUBT))
@@ -133,12 +140,15 @@ class DecodeJob(Job):
 
     async def _decode(self) -> None:
         handoff, began_s = self.handoff, self._clock()
+        check_resumable(handoff.chat, self._delivered)
         prompt = unpack_ids(handoff.ids)
-        steps = self.desk.engine.decode(self.holding.claim, prompt, handoff.salt, handoff.chat, handoff.max_tokens)
+        steps = self.desk.engine.decode(
+            self.holding.claim, prompt, handoff.salt, handoff.chat, handoff.max_tokens, self._delivered
+        )
         async with aclosing(steps):
             async for step in steps:
                 if began_s:
-                    self._began(began_s, step.cached_tokens, len(prompt))
+                    self._began(began_s, step, len(prompt))
                     began_s = 0.0
                 metrics.DECODE_TOKENS.inc(len(step.token_ids))
                 if frame := self.outbox.add(list(step.token_ids), step.text):
@@ -146,11 +156,12 @@ class DecodeJob(Job):
                 self._finish = step.finish_reason
         self.happen(Event.GENERATED)
 
-    def _began(self, began_s: float, cached_tokens: int, prompt_tokens: int) -> None:
-        self._cached_tokens = cached_tokens
+    def _began(self, began_s: float, step: Step, prompt_tokens: int) -> None:
+        self.outbox.before = step.before
+        self._cached_tokens = min(step.cached_tokens, prompt_tokens)
         metrics.FIRST_STEP_SECONDS.observe(self._clock() - began_s)
-        metrics.DECODE_LOADED_TOKENS.inc(cached_tokens)
-        metrics.DECODE_RECOMPUTED_TOKENS.inc(prompt_tokens - cached_tokens)
+        metrics.DECODE_LOADED_TOKENS.inc(step.cached_tokens)
+        metrics.DECODE_RECOMPUTED_TOKENS.inc(prompt_tokens + len(self._delivered) - step.cached_tokens)
 
     async def _hold_frames(self) -> None:
         self._frames_held = True

@@ -21,6 +21,7 @@ from pipeline.protocol.credits import Asking, Send
 from pipeline.protocol.intake import Intake, Rules
 from pipeline.protocol.messages import (
     Failed,
+    Go,
     Handoff,
     HandoffAnswer,
     Presence,
@@ -28,8 +29,10 @@ from pipeline.protocol.messages import (
     encode,
     handoff_answer_decoder,
     pack_ids,
+    unpack_ids,
 )
 from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefill
+from pipeline.protocol.resume import check_resumable
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine, Prefilled
 from workers.holding import EVENT_OF, Holding
@@ -81,6 +84,7 @@ class PrefillJob(Job):
         self.asking: Asking | None = None
         self._verdict_came = anyio.Event()
         self._ids: list[int] = []
+        self._delivered: list[int] = []
         self._max_tokens = 0
         self._prefilled: Prefilled | None = None
         self._weight = 0
@@ -149,13 +153,17 @@ class PrefillJob(Job):
     # Effects
 
     async def _claim(self) -> None:
-        self.happen(EVENT_OF[type(await self.holding.claim_it(follows=None))])
+        answer = await self.holding.claim_it(follows=None)
+        if isinstance(answer, Go):
+            self._delivered = unpack_ids(answer.ids)
+        self.happen(EVENT_OF[type(answer)])
 
     async def _render(self) -> None:
         self.check_deadline()
         chat, info = self.intake.chat, self.desk.engine.info
         if chat.model not in (None, info.model):
             raise ModelNotFound(f"The model {chat.model!r} is not served here; {info.model!r} is.", param="model")
+        check_resumable(self.intake.tree, self._delivered)
         self._ids = await self.desk.engine.render(self.intake.tree)
         self._max_tokens = reply_tokens(
             len(self._ids), chat.reply_tokens_max, self.desk.config.requests.default_max_tokens, info.max_model_len
@@ -191,9 +199,11 @@ class PrefillJob(Job):
 
     async def _prefill(self) -> None:
         began_s = self._clock()
-        self._prefilled = await self.desk.engine.prefill(self.holding.claim, self._ids, self.salt)
+        # What has been delivered of the reply is read again as if it were prompt: decode continues after it.
+        prompt = [*self._ids, *self._delivered]
+        self._prefilled = await self.desk.engine.prefill(self.holding.claim, prompt, self.salt)
         metrics.PREFILL_SECONDS.observe(self._clock() - began_s)
-        metrics.PREFILL_PROMPT_TOKENS.inc(len(self._ids))
+        metrics.PREFILL_PROMPT_TOKENS.inc(len(prompt))
         metrics.PREFILL_CACHED_TOKENS.inc(self._prefilled.cached_tokens)
         metrics.PREFILL_GENERATED_TOKENS.inc(self._prefilled.generated_tokens)
         self.happen(Event.STORED)
@@ -247,7 +257,7 @@ class PrefillJob(Job):
             salt=self.salt,
             max_tokens=self._max_tokens,
             chat={name: value for name, value in self.intake.tree.items() if name != "messages"},
-            cached_tokens=self._prefilled.cached_tokens,
+            cached_tokens=min(self._prefilled.cached_tokens, len(self._ids)),
             prefill_generated_tokens=self._prefilled.generated_tokens,
             prefill=self.desk.me.id,
         )

@@ -5,6 +5,8 @@ it has, and on a gap asks the holder "from i". `Done` carries the whole reply on
 A stream that merely stops is a lie: a reply ends with `Done` or with `Failed`, said once.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from pipeline.limits import REPEAT_PERIOD_S
@@ -116,10 +118,13 @@ class Receiver:
 class Outbox:
     """One reply as its holder sends it: every frame is kept until the receiver has the whole."""
 
-    def __init__(self, request: str, claim: str, delivered: int = 0) -> None:
+    def __init__(self, request: str, claim: str, delivered: Sequence[int] = ()) -> None:
         self.request = request
         self.claim = claim
-        self.length = delivered
+        self.length = len(delivered)
+        self.before = ""
+        """The text that the `delivered` tokens have given, under other claims."""
+        self._delivered = pack_ids(delivered)
         self._frames: list[Tokens] = []
         self._tail = ""
 
@@ -140,6 +145,6 @@ class Outbox:
 
     def done(self, finish_reason: str, usage: Usage) -> Done:
         """The frame that ends the reply: all of it once more."""
-        ids = b"".join(frame.ids for frame in self._frames)
-        text = "".join(frame.text for frame in self._frames) + self._tail
+        ids = self._delivered + b"".join(frame.ids for frame in self._frames)
+        text = self.before + "".join(frame.text for frame in self._frames) + self._tail
         return Done(1, self.request, self.claim, self.length, ids, text, finish_reason, usage)

@@ -96,9 +96,14 @@ def test_another_claim_continues_after_what_was_delivered() -> None:
     receiver, old = held("a")
     receiver.frame(sent(old, [1, 2], "ab"), 0.0)
     receiver.claim(claim("b"))
-    heard = receiver.frame(sent(Outbox("r", "b", delivered=2), [3], "c"), 0.0)
-    assert heard.text == "c"
+    new = Outbox("r", "b", delivered=receiver.ids)
+    new.before = receiver.text
+    assert receiver.frame(sent(new, [3], "c"), 0.0).text == "c"
     assert receiver.ids == [1, 2, 3]
+    sent(new, [4], "d")
+    done = new.done("stop", USAGE)
+    assert (done.text, done.index) == ("abcd", 4)
+    assert receiver.frame(done, 0.0) == Heard(text="d", ids=(4,), answer=Whole(), end=done)
 
 
 def test_an_error_ends_the_reply() -> None:

@@ -86,6 +86,15 @@ class Fleet:
         assert isinstance(loop, DecodeWorker)
         return loop
 
+    def kill(self, name: str) -> None:
+        """The worker's connection is gone at once, and so is everything that it would still have said."""
+        worker = self.workers.pop(name)
+        client = worker.bus.client
+        client._status = client.CLOSED
+        assert client._transport is not None
+        client._transport.close()
+        worker.scope.cancel()
+
     async def ask(self, *, creator: str = "alice", within_s: float = 10.0, **fields: Any) -> Reply:
         """Publish a request as a gateway does, and receive its reply under the rules of claims."""
         caller = Caller(self.bus, fields.pop("id", None) or secrets.token_hex(8))

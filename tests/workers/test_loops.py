@@ -197,3 +197,43 @@ async def test_a_drained_worker_finishes_what_runs_and_leaves_the_rest_to_others
             assert made.prefill("prefill-1").slots.busy == 0
         assert all(isinstance(reply.end, Done) for reply in replies)
         await at_rest(made)
+
+
+@pytest.mark.parametrize("creator", ["a", "b", "c"])
+async def test_a_reply_continues_after_the_last_token_delivered_when_its_decode_worker_dies(
+    broker: NatsServer, creator: str
+) -> None:
+    async with fleet(config_for(broker.url, step_s=0.01), decode=1) as made:
+        whole = await made.ask(creator=creator, max_tokens=40, ignore_eos=True)
+        caller = Caller(made.bus, "survivor")
+        await caller.listen()
+        await caller.publish(creator, max_tokens=40, ignore_eos=True)
+        await until(lambda: len(caller.receiver.ids) >= 7)
+        delivered = len(caller.receiver.ids)
+        made.kill("decode-1")
+        await made.add("decode", "decode-2")
+        with anyio.fail_after(10.0):
+            reply = await caller.reply()
+        assert isinstance(reply.end, Done)
+        assert isinstance(whole.end, Done)
+        assert (reply.ids, reply.text) == (whole.ids, whole.text)
+        assert (reply.end.text, reply.end.usage.prompt_tokens) == (whole.end.text, whole.end.usage.prompt_tokens)
+        assert reply.end.usage.completion_tokens == 40
+        assert reply.frames < 80, f"the first {delivered} tokens were not made again"
+        assert len(caller.holders) >= 4
+        await at_rest(made)
+
+
+async def test_a_seeded_reply_that_was_cut_ends_with_an_error_that_says_so(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url, step_s=0.01), decode=1) as made:
+        caller = Caller(made.bus, "seeded")
+        await caller.listen()
+        await caller.publish("a", max_tokens=40, ignore_eos=True, seed=7, temperature=0.5)
+        await until(lambda: len(caller.receiver.ids) >= 3)
+        made.kill("decode-1")
+        await made.add("decode", "decode-2")
+        with anyio.fail_after(10.0):
+            reply = await caller.reply()
+        assert isinstance(reply.end, Failed)
+        assert (reply.end.error.code, reply.end.error.param) == ("reply_lost", "seed")
+        await at_rest(made)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,15 @@ def with_(config: Config = FAST, **more: Any) -> Config:
 
 
 async def read(
-    engine: port.Engine, key: str, ids: list[int], chat: Mapping[str, Any] = CHAT, max_tokens: int = 100
+    engine: port.Engine,
+    key: str,
+    ids: list[int],
+    chat: Mapping[str, Any] = CHAT,
+    max_tokens: int = 100,
+    delivered: Sequence[int] = (),
 ) -> list[Step]:
     """A reply to its end."""
-    return [step async for step in engine.decode(key, ids, SALT, chat, max_tokens)]
+    return [step async for step in engine.decode(key, ids, SALT, chat, max_tokens, delivered)]
 
 
 async def rest_of(steps: AsyncIterator[Step]) -> list[Step]:
@@ -144,10 +149,10 @@ async def test_a_reply_continued_elsewhere_equals_the_uninterrupted_one(at: int)
     async with started(FAST, "decode", "decode") as (first, second):
         ids = await first.render(chat)
         full = await read(first, "a", ids, chat)
-        rest = await read(second, "a", ids + tokens_of(full)[:at], chat, max_tokens=100 - at)
+        rest = await read(second, "a", ids, chat, max_tokens=100, delivered=tokens_of(full)[:at])
         assert tokens_of(rest) == tokens_of(full)[at:]
-        assert text_of(full).endswith(text_of(rest))
-        nothing = await read(second, "b", ids + tokens_of(full), chat)
+        assert rest[0].before + text_of(rest) == text_of(full)
+        nothing = await read(second, "b", ids, chat, delivered=tokens_of(full))
         assert [(list(step.token_ids), step.finish_reason) for step in nothing] == [([], "stop")]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import InvalidField
 from workers.engines.port import FinishReason
-from workers.engines.simulated.reply import EOS, Reply, delivered_in, sampling_of
+from workers.engines.simulated.reply import EOS, REPLY_FIRST, REPLY_LAST, Reply, sampling_of
 from workers.engines.simulated.words import END, NEWLINE, ROLES, START, prompt_of, tokenise
 
 ENGLISH = (
@@ -62,7 +62,7 @@ def test_messages_that_do_not_fit_the_template_are_the_callers_fault(messages: o
 @settings(deadline=None)
 def test_all_of_a_text_is_tokenised_and_never_into_reply_ids(text: str) -> None:
     ids = tokenise(text)
-    assert delivered_in(ids) == 0
+    assert not any(REPLY_FIRST <= token_id <= REPLY_LAST for token_id in ids)
     assert (len(ids) == 0) == (text == "")
     assert len(ids) <= len(text.encode("utf-8", "surrogatepass"))
 
@@ -178,15 +178,15 @@ def test_a_reply_continued_after_any_token_equals_the_uninterrupted_one(
     chat = {"stop": stops, "min_tokens": min_tokens, "ignore_eos": ignore_eos}
     ids, texts, reason = whole(prompt, chat, 70)
     at = data.draw(st.integers(0, len(ids) - 1))
-    chat["min_tokens"] = max(0, min_tokens - at)
-    rest = whole(prompt, chat, 70 - at, delivered=ids[:at])
+    rest = whole(prompt, chat, 70, delivered=ids[:at])
     assert rest == (ids[at:], texts[at:], reason)
+    assert Reply(1, prompt, ids[:at], sampling_of(chat), 70).before == "".join(texts[:at])
 
 
 def test_a_reply_with_nothing_left_to_generate_is_over_at_once() -> None:
     ids, _, _ = whole(b"x", {}, 100)
     assert Reply(1, b"x", ids, sampling_of({}), 50).over == "stop"
-    assert Reply(1, b"x", ids[:3], sampling_of({}), 0).over == "length"
+    assert Reply(1, b"x", ids[:3], sampling_of({}), 3).over == "length"
 
 
 @pytest.mark.parametrize(

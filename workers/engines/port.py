@@ -44,12 +44,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
     `token_ids` are new tokens; `text` is what they add, which is empty while a character or a stop string is incomplete.
     `cached_tokens` of the prompt were loaded, not computed. `finish_reason` is set in the last step, which may have no tokens.
+    `before` is set in the first step of a continued reply: the text that the tokens delivered before have given.
     """
 
     token_ids: Sequence[int]
     text: str
     cached_tokens: int
     finish_reason: FinishReason | None = None
+    before: str = ""
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,9 +89,18 @@ class Engine(Protocol):
         """
 
     def decode(
-        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any],
+        max_tokens: int,
+        delivered: Sequence[int] = (),
     ) -> AsyncGenerator[Step, None]:
         """Generate up to `max_tokens` after the prompt, under the sampling parameters of `chat`, which needs no messages.
+
+        `delivered` tokens of this reply are with the receiver already, and count: the reply continues after them, its stop
+        strings and half characters begun in them. Where they are the whole reply, there is one step, which says so.
 
         Raises as `prefill`. Closing the iterator aborts the request.
         """

@@ -134,13 +134,24 @@ class VllmEngine:
         return Prefilled(cached_tokens=cached, generated_tokens=generated)
 
     async def decode(
-        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any],
+        max_tokens: int,
+        delivered: Sequence[int] = (),
     ) -> AsyncGenerator[Step, None]:
         """Generate. A step may be several of the engine's, where the caller is slower than it.
 
         Raises as `prefill`, and `RequestError` for sampling parameters that vLLM refuses.
         """
         parameters, reasoning_ended = self._chat.sampling(chat, max_tokens, self._defaults)
+        if delivered:
+            async with aclosing(self._continue(key, token_ids, salt, parameters, delivered)) as steps:
+                async for step in steps:
+                    yield step
+            return
         async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended)) as outputs:
             async for output in outputs:
                 choice = output.outputs[0]
@@ -150,6 +161,26 @@ class VllmEngine:
                     cached_tokens=output.num_cached_tokens or 0,
                     finish_reason=_finish_reason(choice.finish_reason),
                 )
+
+    async def _continue(
+        self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, delivered: Sequence[int]
+    ) -> AsyncGenerator[Step, None]:
+        """The rest of a reply of which `delivered` has been sent. See `vllm_resume`."""
+        from workers.engines.vllm_resume import Continuation
+
+        rest = Continuation(self._engine, token_ids, parameters, delivered)
+        if rest.over is not None:
+            yield rest.nothing_left()
+            return
+        prompt = [*token_ids, *delivered]
+        async with aclosing(self._generate(key, prompt, salt, rest.parameters(), None)) as outputs:
+            async for output in outputs:
+                choice = output.outputs[0]
+                reason = _finish_reason(choice.finish_reason)
+                step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0)
+                yield step
+                if step.finish_reason is not None:
+                    return
 
     async def _generate(
         self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, reasoning_ended: bool | None

@@ -18,12 +18,14 @@ from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final, Literal
 
+import msgspec
+
 from pipeline.config import Config
 from pipeline.errors import EngineDead, OperatorError, PromptTooLong
 from workers.engines.port import EngineInfo, EngineUsage, Prefilled, Step
 from workers.engines.simulated.mailbox import Alarm, Mailbox
 from workers.engines.simulated.model import EngineModel, Job, Output, Shape
-from workers.engines.simulated.reply import Reply, delivered_in, sampling_of
+from workers.engines.simulated.reply import Reply, sampling_of
 from workers.engines.simulated.tier import ProcessTier, SharedTier, Tier
 from workers.engines.simulated.words import prompt_of
 
@@ -143,19 +145,27 @@ class SimulatedEngine:
             self._forget(job)
 
     async def decode(
-        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any],
+        max_tokens: int,
+        delivered: Sequence[int] = (),
     ) -> AsyncGenerator[Step, None]:
-        """See `Engine`. Tokens of a reply at the prompt's end are taken as delivered: the reply goes on after them."""
-        job = self._decode_job(key, token_ids, salt, chat, max_tokens)
+        """See `Engine`."""
+        job = self._decode_job(key, token_ids, salt, chat, max_tokens, delivered)
         assert job.reply is not None
         if job.reply.over is not None:
-            yield Step(token_ids=(), text="", cached_tokens=0, finish_reason=job.reply.over)
+            yield Step(token_ids=(), text="", cached_tokens=0, finish_reason=job.reply.over, before=job.reply.before)
             return
+        before = job.reply.before
         mailbox = self._submit(job)
         try:
             while True:
                 step = await mailbox.step()
-                yield step
+                yield msgspec.structs.replace(step, before=before) if before else step
+                before = ""
                 if step.finish_reason is not None:
                     return
         finally:
@@ -266,15 +276,21 @@ class SimulatedEngine:
             )
 
     def _decode_job(
-        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any], max_tokens: int
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any],
+        max_tokens: int,
+        delivered: Sequence[int],
     ) -> Job:
-        ids = array("I", token_ids)
-        prompt_tokens = len(ids) - delivered_in(ids)
-        self._check_length(prompt_tokens)
-        tokens_max = min(max_tokens, self._info.max_model_len - len(ids))
+        prompt = array("I", token_ids)
+        self._check_length(len(prompt))
+        ids = array("I", [*token_ids, *delivered])
         seed = self._config.simulated.seed
-        prompt, delivered = ids[:prompt_tokens].tobytes(), ids[prompt_tokens:]
-        reply = Reply(seed, prompt, delivered, sampling_of(chat), tokens_max)
+        reply_max = min(max_tokens, self._info.max_model_len - len(prompt))
+        reply = Reply(seed, prompt.tobytes(), delivered, sampling_of(chat), reply_max)
+        tokens_max = reply_max - len(delivered)
         job = Job(key=f"decode/{key}", token_ids=ids, salt=salt, reply=reply, tokens_max=tokens_max)
         if reply.over is None and self._fails("decode", key):
             job.fails_after = min(_drawn(seed, f"after/{key}") % FAILS_WITHIN_TOKENS, tokens_max - 1)

@@ -71,16 +71,6 @@ def sampling_of(chat: Mapping[str, Any]) -> Sampling:
         raise InvalidField(f"{message}.", param=path.rstrip("`") or None) from None
 
 
-def delivered_in(token_ids: Sequence[int]) -> int:
-    """How many tokens at the end of `token_ids` are of a reply already begun."""
-    count = 0
-    for token_id in reversed(token_ids):
-        if not REPLY_FIRST <= token_id <= REPLY_LAST:
-            break
-        count += 1
-    return count
-
-
 class _Text:
     """From ids to text, holding back what may become a character or a stop string."""
 
@@ -132,7 +122,7 @@ class _Text:
 
 
 class Reply:
-    """One reply, from the token after the `delivered` ones. `max_tokens` and `min_tokens` count from there."""
+    """One reply, from the token after the `delivered` ones, which have given the text `before`."""
 
     def __init__(self, seed: int, prompt: bytes, delivered: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
         named = f"{seed}/{sampling.seed}/".encode()
@@ -140,19 +130,20 @@ class Reply:
         self._run = b""
         self._run_number = -1
         self._index = len(delivered)
-        self._left = max_tokens
-        self._check_from = self._index + sampling.min_tokens
+        self._left = max_tokens - len(delivered)
+        self._check_from = sampling.min_tokens
         length = _LENGTH_MIN + 2 * (self._root[0] % _LENGTHS)
         self._eos_at = -1 if sampling.ignore_eos else max(length - 1, self._check_from + self._check_from % 2)
         self._stop_ids = frozenset(sampling.stop_token_ids or ())
         self._text = _Text(sampling)
+        self.before = ""
         for token_id in delivered:
             self._text.add(token_id)
-            self._text.say()
+            self.before += self._text.say()
         self._over: FinishReason | None = None
         if delivered and delivered[-1] == EOS and not sampling.ignore_eos:
             self._over = "stop"
-        elif max_tokens < 1:
+        elif self._left < 1:
             self._over = "length"
 
     @property
