@@ -56,6 +56,8 @@ class Requests(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Reply tokens where the client sets none. Unset: the rest of the context, as in vLLM, and all of it is reserved."""
     reply_subjects: tuple[str, ...] = ("_INBOX.>", "replies.>")
     """A worker publishes replies only here: it must not be told to publish to `$JS.API…`."""
+    starts_max: Positive = 3
+    """Workers that may die with a request before it goes to the DLQ as poison. Chaos runs, which kill at random, set more."""
     salt_scope: Literal["creator", "none"] = "creator"
     """Who may share cached prefixes."""
 

@@ -94,6 +94,14 @@ class BodyTooLarge(RequestError):
     code = "request_too_large"
 
 
+class Poisoned(RequestError):
+    """Workers die of this request."""
+
+    status = 500
+    type = "InternalServerError"
+    code = "poison"
+
+
 class CapacityError(ReplyError):
     """No room now. A retry after `retry_after_s` may find some."""
 

@@ -32,6 +32,12 @@ PRESENCE_PERIOD_S: Final = 0.2
 PRESENCE_SILENT_MAX_S: Final = 0.8
 """Four periods without a word: not offered work. (An accusation needs more: see `claims.py`.)"""
 
+RECEIVER_SILENT_MAX_S: Final = 2.0
+"""Ten periods without a word: a receiver is taken for gone, and its requests are dropped. Longer than any broker's restart."""
+
+STARTS_TIMEOUT_S: Final = 1.0
+"""To record a start, or take it back. Unrecorded, the request goes back to the queue."""
+
 SURPLUS_HOLD_S: Final = 0.02
 """A message delivered beyond the free slots waits this long for one before it is given back."""
 

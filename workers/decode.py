@@ -26,10 +26,12 @@ from pipeline.protocol.messages import (
     Handoff,
     HandoffAnswer,
     Presence,
+    Return,
     credit_decoder,
     encode,
     handoff_decoder,
 )
+from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from pipeline.telemetry import metrics
 from workers.decode_job import DecodeJob, Desk
@@ -38,6 +40,7 @@ from workers.frames import FrameSender
 from workers.identity import Identity
 from workers.leases import LeaseKeeper
 from workers.pool import Pool
+from workers.starts import Starts
 
 log: Final = structlog.get_logger("decode")
 
@@ -57,7 +60,7 @@ _REFUSALS: Final[dict[Consumption, HandoffAnswer]] = {
 class DecodeWorker:
     """One engine's decode loop."""
 
-    def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity) -> None:
+    def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity, presences: Presences) -> None:
         self.bus, self.engine, self.config, self.me = bus, engine, config, me
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
@@ -69,10 +72,11 @@ class DecodeWorker:
             ledger=self.ledger,
             leases=LeaseKeeper(bus, self.clock),
             frames=FrameSender(bus),
+            starts=Starts(bus, me.epoch),
             publish=self._publish,
             clock=self.clock,
         )
-        self._jobs: Pool[DecodeJob] = Pool(self._ended)
+        self._jobs: Pool[DecodeJob] = Pool(bus, presences, self._ended)
         self._counted: dict[str, int] = {}
         self._tasks: TaskGroup
 
@@ -81,7 +85,8 @@ class DecodeWorker:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self.desk.leases.run)
             self._tasks.start_soon(self.desk.frames.run)
-            await self._jobs.listen(self.bus, self.me.id)
+            await self._jobs.listen(self.me.id)
+            self._tasks.start_soon(self._jobs.watch_receivers)
             await self.bus.subscribe(subjects.credit(self.me.id), self._credit)
             await self.bus.subscribe(subjects.handoff(self.me.id), self._handoff)
             await self.bus.barrier()
@@ -120,9 +125,19 @@ class DecodeWorker:
         )
 
     def _credit(self, message: Message) -> None:
-        """An ask, or a return."""
+        """An ask, a return, or somebody who wants to see the books."""
         said = credit_decoder.decode(message.data)
-        self._publish(self.ledger.ask(said, self.clock()) if isinstance(said, Ask) else self.ledger.give_back(said.ask))
+        if isinstance(said, Ask):
+            self._publish(self.ledger.ask(said, self.clock()))
+        elif isinstance(said, Return):
+            self._publish(self.ledger.give_back(said.ask))
+        else:
+            self._post(
+                message.reply, encode(self.ledger.account(self._engine_blocks(), self.engine.usage().preemptions))
+            )
+
+    def _engine_blocks(self) -> int:
+        return round(self.engine.usage().kv_usage_ratio * self.engine.info.kv_blocks)
 
     def _handoff(self, message: Message) -> None:
         """A completion event. It is repeated until answered, so each must be answered, and only the first may have an effect."""
@@ -159,6 +174,8 @@ class DecodeWorker:
 
     def _measure(self) -> None:
         ledger, usage = self.ledger, self.engine.usage()
+        if not ledger.reconcile(self._engine_blocks()):
+            metrics.LEDGER_DISAGREEMENTS.inc()
         for state, blocks in {
             "total": ledger.blocks,
             "free": ledger.free,

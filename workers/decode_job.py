@@ -19,9 +19,11 @@ from pipeline.protocol.messages import (
     encode,
     unpack_ids,
 )
+from pipeline.protocol.presence import Receiver
 from pipeline.protocol.reply import Outbox
 from pipeline.protocol.request import Decode, Effect, Event, Stage, step_decode
 from pipeline.protocol.resume import check_resumable
+from pipeline.protocol.subjects import parse_ack
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine, FinishReason, Step
 from workers.frames import FrameSender
@@ -29,6 +31,7 @@ from workers.holding import EVENT_OF, Holding
 from workers.identity import Identity, new_claim
 from workers.jobs import Job
 from workers.leases import LeaseKeeper
+from workers.starts import Starts
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +43,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     ledger: Ledger
     leases: LeaseKeeper
     frames: FrameSender
+    starts: Starts
     publish: Callable[[Verdicts], None]
     clock: Callable[[], float]
 
@@ -61,6 +65,7 @@ class DecodeJob(Job):
             reply_to=handoff.reply_to,
             claim_at=handoff.claim_at,
             encoding=handoff.encoding,
+            receiver=Receiver.parse(handoff.receiver),
         )
         self.state = Decode(arbitrated=self.holding.arbitrated)
         self.outbox = Outbox(handoff.request, self.holding.claim)
@@ -71,6 +76,8 @@ class DecodeJob(Job):
         self._holds_blocks = True
         self._refused_for = Event.FAILED
         self._lease: str | None = None
+        self._message = parse_ack(handoff.ack)
+        self._counted = False
         super().__init__(desk.clock() + handoff.deadline_s - outside.unix_s(), desk.clock)
         self.happen(Event.TAKEN)
 
@@ -102,6 +109,8 @@ class DecodeJob(Job):
             await super().run()
         finally:
             self._release()
+            if self._counted:
+                await self.desk.starts.take_back_shielded(self._message)
             if self._lease is not None:
                 self.desk.leases.let_go(self._lease)
 
@@ -126,6 +135,9 @@ class DecodeJob(Job):
 
     async def _accept(self) -> None:
         self._lease = self.desk.leases.hold(self.handoff.ack, lambda: self.happen(Event.DOUBT))
+        if self._message.delivered > 1:
+            await self.desk.starts.record(self._message)
+            self._counted = True
         self.accepted = True
         await self.answer(HandoffAnswer(state="accepted"))
 
@@ -200,5 +212,5 @@ class DecodeJob(Job):
             self.desk.publish(self.desk.ledger.release(self.handoff.ask))
 
     def _send(self, frame: Tokens) -> None:
-        if not self._frames_held:
+        if not self._frames_held and not self.holding.kept:
             self.desk.frames.send(self.handoff.reply_to, frame, self.handoff.encoding)

@@ -3,6 +3,7 @@
 Without a claim subject there is no arbiter: claiming is `go` at once, and the end is published and confirmed by the broker alone.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -11,7 +12,7 @@ import msgspec
 
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus
-from pipeline.bus.errors import BusError
+from pipeline.bus.errors import BusError, Duplicate
 from pipeline.errors import InvalidField
 from pipeline.limits import REPEAT_PERIOD_S
 from pipeline.protocol import subjects
@@ -30,8 +31,13 @@ from pipeline.protocol.messages import (
     frame_for,
     read_answer,
 )
+from pipeline.protocol.presence import Receiver
 from pipeline.protocol.request import Event
+from pipeline.protocol.subjects import parse_ack
 from workers.identity import Identity
+
+KEEP_TIMEOUT_S: Final = 2.0
+"""To store a whole reply. Beyond it the message is let go, and the reply is made again."""
 
 EVENT_OF: Final[dict[type[Answer], Event]] = {Go: Event.GO, Whole: Event.WHOLE, Gone: Event.GONE, Fenced: Event.FENCED}
 
@@ -47,11 +53,17 @@ class Holding(msgspec.Struct):
     reply_to: str | None
     claim_at: str | None
     encoding: Encoding
+    receiver: Receiver | None = None
 
     @property
     def arbitrated(self) -> bool:
         """Whether a receiver answers claims."""
         return self.claim_at is not None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the reply is stored whole, and its tokens are not sent."""
+        return self.reply_to is not None and subjects.is_kept(self.reply_to)
 
     async def claim_it(self, follows: str | None) -> Answer:
         """Ask the receiver until it answers. A missing responder is not gone: its connection may be coming back."""
@@ -72,6 +84,8 @@ class Holding(msgspec.Struct):
         if self.reply_to is None:
             return Event.WHOLE
         payload = frame_for(frame, self.encoding)
+        if self.kept:
+            return await self._keep(self.reply_to, payload)
         if not self.arbitrated:
             await self.bus.publish(self.reply_to, payload)
             await self.bus.barrier()
@@ -81,6 +95,13 @@ class Holding(msgspec.Struct):
             if not isinstance(answer, From):
                 return EVENT_OF[type(answer)]
             resend(answer.index)
+
+    async def _keep(self, subject: str, payload: bytes) -> Event:
+        """Store the whole reply: the stream's word stands for the receiver's. One message id, so that it is there once."""
+        message = parse_ack(self.ack_subject)
+        with contextlib.suppress(Duplicate):
+            await self.bus.store(subject, payload, f"{message.stream}-{message.sequence}", KEEP_TIMEOUT_S)
+        return Event.WHOLE
 
     async def ack(self) -> None:
         """The message is done with. Confirmed by the broker, or left to be delivered again and found whole."""

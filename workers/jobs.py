@@ -34,6 +34,7 @@ class Job(ABC):
         self.deadline_s = deadline_s
         self.error: ReplyError = ServiceError("The request failed.")
         self.ended_by: Event | None = None
+        self.began_s = clock()
         self._clock = clock
         self._events: list[Event] = []
         self._wake = anyio.Event()

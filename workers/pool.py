@@ -6,10 +6,12 @@ from typing import Generic, TypeVar
 import anyio
 from anyio.abc import TaskGroup
 
+from pipeline import outside
 from pipeline.bus.connection import Bus, Message
-from pipeline.limits import TOMBSTONES_MAX
+from pipeline.limits import PRESENCE_PERIOD_S, TOMBSTONES_MAX
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import From, notice_decoder
+from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from workers.holding import EVENT_OF
 from workers.jobs import Job
@@ -21,16 +23,33 @@ J = TypeVar("J", bound=Job)
 class Pool(Generic[J]):
     """Jobs by key. How many there can be is bounded by slots, or by blocks."""
 
-    def __init__(self, ended: Callable[[J], None]) -> None:
+    def __init__(self, bus: Bus, presences: Presences, ended: Callable[[J], None]) -> None:
+        self._bus = bus
+        self._presences = presences
         self._ended = ended
+        self._connected_s = outside.monotonic_s()
         self._jobs: dict[str, J] = {}
         self._cancelled = Tombstones(TOMBSTONES_MAX)
         self._idle = anyio.Event()
 
-    async def listen(self, bus: Bus, worker: str) -> None:
+    async def listen(self, worker: str) -> None:
         """Hear what receivers tell the holders of claims, and what clients do not want any more."""
-        await bus.subscribe(subjects.holder(worker), self._notice)
-        await bus.subscribe(subjects.cancel_any(), self._cancel)
+        self._bus.on_reconnect(self._reconnected)
+        await self._bus.subscribe(subjects.holder(worker), self._notice)
+        await self._bus.subscribe(subjects.cancel_any(), self._cancel)
+
+    async def watch_receivers(self) -> None:
+        """Drop the requests of receivers that are gone for good, until cancelled."""
+        while True:
+            await anyio.sleep(PRESENCE_PERIOD_S)
+            now_s = outside.monotonic_s()
+            for job in self._jobs.values():
+                since_s = max(self._connected_s, job.began_s)
+                if job.holding.receiver and self._presences.abandoned(job.holding.receiver, since_s, now_s):
+                    job.happen(Event.GONE)
+
+    def _reconnected(self) -> None:
+        self._connected_s = outside.monotonic_s()
 
     def start(self, key: str, job: J, tasks: TaskGroup) -> None:
         """Run a job until its machine has ended."""

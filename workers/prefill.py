@@ -32,6 +32,7 @@ from workers.identity import Identity
 from workers.leases import LeaseKeeper
 from workers.pool import Pool
 from workers.prefill_job import Desk, PrefillJob
+from workers.starts import Starts
 
 QUEUED_TOKENS_MAX: Final = 65_536
 """Prompt tokens in progress at which a worker is fully loaded: what queues behind them would be too late for interactive use."""
@@ -64,13 +65,15 @@ class PrefillWorker:
             ),
             leases=LeaseKeeper(bus, self.clock),
             verdicts_at=bus.inbox(),
+            starts=Starts(bus, me.epoch),
             decoders=self.decoders,
+            living=lambda: presences.epochs(self.clock()),
             weigh=self.weigh,
             clock=self.clock,
         )
         self._shards = [Shard(klass, n) for klass in CLASSES for n in range(config.requests.shards)]
         self._puller = Puller(bus, self._delivered, self._pull_ended)
-        self._jobs: Pool[PrefillJob] = Pool(self._ended)
+        self._jobs: Pool[PrefillJob] = Pool(bus, presences, self._ended)
         self._held: dict[str, Delivery] = {}
         self._tasks: TaskGroup
 
@@ -79,7 +82,8 @@ class PrefillWorker:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self.desk.leases.run)
             await self.bus.subscribe(self.desk.verdicts_at, self._verdict)
-            await self._jobs.listen(self.bus, self.me.id)
+            await self._jobs.listen(self.me.id)
+            self._tasks.start_soon(self._jobs.watch_receivers)
             await self._puller.start()
             await self.bus.barrier()
             self.ready = True

@@ -10,10 +10,10 @@ import msgspec
 
 from pipeline import outside
 from pipeline.bus.connection import Bus
-from pipeline.bus.errors import BusError
+from pipeline.bus.errors import BusError, Unanswered
 from pipeline.bus.puller import Delivery
 from pipeline.config import Config
-from pipeline.errors import CapacityError, InvalidField, ModelNotFound, ReplyError, RequestError
+from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, ReplyError, RequestError
 from pipeline.limits import HANDOFF_TIMEOUT_S, SECOND_ASK_AFTER_S
 from pipeline.protocol import intake, subjects
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
@@ -31,6 +31,7 @@ from pipeline.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
+from pipeline.protocol.presence import Receiver
 from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefill
 from pipeline.protocol.resume import check_resumable
 from pipeline.telemetry import metrics
@@ -39,6 +40,7 @@ from workers.holding import EVENT_OF, Holding
 from workers.identity import Identity, new_claim
 from workers.jobs import Job
 from workers.leases import LeaseKeeper
+from workers.starts import Starts
 
 HANDOFF_TRIES: Final = 5
 """Then the decode worker may have it or not, and only the broker can tell: let go, without a NAK."""
@@ -56,7 +58,9 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     rules: Rules
     leases: LeaseKeeper
     verdicts_at: str
+    starts: Starts
     decoders: Callable[[], list[Presence]]
+    living: Callable[[], set[str]]
     weigh: Callable[[int], None]
     clock: Callable[[], float]
 
@@ -79,6 +83,7 @@ class PrefillJob(Job):
             reply_to=self.address.reply_to,
             claim_at=self.address.claim_at,
             encoding=self.address.encoding,
+            receiver=Receiver.parse(self.address.receiver),
         )
         self.state = Prefill()
         self.asking: Asking | None = None
@@ -88,6 +93,7 @@ class PrefillJob(Job):
         self._max_tokens = 0
         self._prefilled: Prefilled | None = None
         self._weight = 0
+        self._counted = False
         self._lease = desk.leases.hold(delivery.ack, lambda: self.happen(Event.DOUBT))
         super().__init__(self._deadline_s(), desk.clock)
         self.happen(Event.DELIVERED_AGAIN if self.again else Event.DELIVERED)
@@ -118,6 +124,7 @@ class PrefillJob(Job):
     def beside(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
         return {
             Effect.CLAIM: self._claim,
+            Effect.COUNT: self._count,
             Effect.RENDER: self._render,
             Effect.ASK: self._ask,
             Effect.PREFILL: self._prefill,
@@ -139,6 +146,8 @@ class PrefillJob(Job):
         finally:
             self.desk.leases.let_go(self._lease)
             self.desk.weigh(-self._weight)
+            if self._counted:
+                await self.desk.starts.take_back_shielded(self.ack)
 
     def resend(self, index: int) -> None:
         """No tokens are sent from here, so none can be missing."""
@@ -157,6 +166,21 @@ class PrefillJob(Job):
         if isinstance(answer, Go):
             self._delivered = unpack_ids(answer.ids)
         self.happen(EVENT_OF[type(answer)])
+
+    async def _count(self) -> None:
+        """Record this start before the engine sees the request, and see how many have died since theirs."""
+        try:
+            epochs = await self.desk.starts.record(self.ack)
+        except CapacityError as error:
+            raise Unanswered(f"The start was not recorded: {error}.") from None
+        self._counted = True
+        dead = set(epochs) - self.desk.living() - {self.desk.me.epoch}
+        if len(dead) >= self.desk.config.requests.starts_max:
+            self.happen(
+                Event.POISONED, Poisoned(f"{len(dead)} workers have died with this request: it is not tried again.")
+            )
+        else:
+            self.happen(Event.COUNTED)
 
     async def _render(self) -> None:
         self.check_deadline()
@@ -251,6 +275,7 @@ class PrefillJob(Job):
             ack=self.delivery.ack,
             reply_to=self.intake.reply_to,
             claim_at=self.address.claim_at,
+            receiver=self.intake.chat.receiver,
             encoding=self.address.encoding,
             deadline_s=self.intake.deadline_s,
             ids=pack_ids(self._ids),
@@ -273,7 +298,7 @@ class PrefillJob(Job):
 
     async def _dead_letter(self) -> None:
         """Keep a copy, with the reason, of what will not be tried again."""
-        reason = "malformed"
+        reason = "poison" if isinstance(self.error, Poisoned) else "malformed"
         metrics.DEAD_LETTERS.labels(reason=reason).inc()
         headers = {**(self.delivery.headers or {}), "Headrace-Reason": _header_text(self.error)}
         headers = {name: value for name, value in headers.items() if not name.lower().startswith("nats-")}

@@ -92,7 +92,7 @@ class _Process:
         self.loop = loop = (
             PrefillWorker(bus, self.engine, self.config, me, presences)
             if self.role == "prefill"
-            else DecodeWorker(bus, self.engine, self.config, me)
+            else DecodeWorker(bus, self.engine, self.config, me, presences)
         )
         self._tasks.start_soon(self._watch_engine)
         self._tasks.start_soon(_measure_lag)

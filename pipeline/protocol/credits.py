@@ -31,7 +31,7 @@ from pipeline.limits import (
     RESERVE_RATIO,
     SECOND_ASK_AFTER_S,
 )
-from pipeline.protocol.messages import Ask, Presence, Return, Verdict
+from pipeline.protocol.messages import Account, Ask, Presence, Return, Verdict
 
 ENDED_REMEMBERED: Final = 1024
 """Consumed grants remembered after their release, so that a late repeat of the handoff is not taken for a new one."""
@@ -92,6 +92,7 @@ class Ledger:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()
         self.draining = False
+        self.disagreements = 0
 
     def ask(self, ask: Ask, now_s: float) -> Verdicts:
         """An ask, new or repeated. Answers with its present state, or with a refusal."""
@@ -158,6 +159,31 @@ class Ledger:
     def blocks_in(self, state: GrantState) -> int:
         """Blocks of the asks that are in this state now."""
         return sum(entry.ask.blocks for entry in self._entries.values() if entry.state is state)
+
+    def account(self, engine_blocks: int, preemptions: int) -> Account:
+        """The books, beside what the engine itself says it uses."""
+        return Account(
+            decode=self.decode,
+            epoch=self.epoch,
+            blocks=self.blocks,
+            free=self.free,
+            reserve=self.reserve,
+            waiting=len(self._waiting),
+            granted_now=self.count(GrantState.GRANTED),
+            granted_blocks=self.blocks_in(GrantState.GRANTED),
+            consumed_now=self.count(GrantState.CONSUMED),
+            consumed_blocks=self.blocks_in(GrantState.CONSUMED),
+            engine_blocks=engine_blocks,
+            preemptions=preemptions,
+            disagreements=self.disagreements,
+            **msgspec.structs.asdict(self.totals),
+        )
+
+    def reconcile(self, engine_blocks: int) -> bool:
+        """Whether the engine uses no more than was handed over. Counts it where it does: then somebody goes past the ledger."""
+        agrees = engine_blocks <= self.blocks_in(GrantState.CONSUMED)
+        self.disagreements += not agrees
+        return agrees
 
     def check(self) -> None:
         """Assert what must be true between any two events."""

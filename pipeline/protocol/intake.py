@@ -24,6 +24,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     request: str
     reply_to: str | None
     claim_at: str | None
+    receiver: str | None
     encoding: Encoding
 
 
@@ -52,12 +53,13 @@ def address(payload: bytes, headers: Mapping[str, str] | None, ack: AckSubject, 
         tree = to_map(payload)
     except RequestError:
         tree = {}
-    request = tree.get("id")
+    request, receiver = tree.get("id"), tree.get("receiver")
     named = request if isinstance(request, str) and 0 < len(request) <= REQUEST_ID_BYTES_MAX else None
     return Address(
         request=named or f"{ack.stream}-{ack.sequence}",
         reply_to=_allowed(_said(tree, "reply_to", headers, REPLY_TO_HEADER), rules),
         claim_at=_allowed(_said(tree, "claim_at", headers, CLAIM_AT_HEADER), rules),
+        receiver=receiver if isinstance(receiver, str) else None,
         encoding=encoding_of(payload),
     )
 

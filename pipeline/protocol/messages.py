@@ -96,7 +96,8 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
 
     `reply_to`: subject for frames (or the header `Reply-To`). `claim_at`: subject that arbitrates claims (or `Claim-At`);
     a producer that is only a subscription has none. `timeout_ms` counts from when the stream stored the request. `id` is the
-    publisher's own; without one the stream's sequence names the request.
+    publisher's own; without one the stream's sequence names the request. `receiver` is `<id>/<epoch>` of a gateway that says
+    in its presence that it lives: once it does not, its requests are dropped.
     """
 
     v: Version = 1
@@ -104,6 +105,7 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
     reply_to: str | None = None
     claim_at: str | None = None
     timeout_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    receiver: str | None = None
 
 
 ChatT = TypeVar("ChatT", bound=Chat)
@@ -116,6 +118,7 @@ RESERVED: Final = frozenset(
         "reply_to",
         "claim_at",
         "timeout_ms",
+        "receiver",
         "kv_transfer_params",
         "ec_transfer_params",
         "cache_salt",
@@ -304,6 +307,33 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     answer_to: str
 
 
+class Audit(msgspec.Struct, frozen=True, tag="audit"):
+    """How does the ledger stand? Answered with an `Account`."""
+
+
+class Account(msgspec.Struct, frozen=True, kw_only=True, tag="account"):
+    """One ledger: blocks and asks as they stand, and what has become of grants since it began."""
+
+    decode: str
+    epoch: str
+    blocks: int
+    free: int
+    reserve: int
+    waiting: int
+    granted_now: int
+    granted_blocks: int
+    consumed_now: int
+    consumed_blocks: int
+    granted: int
+    released: int
+    returned: int
+    expired: int
+    refused: int
+    engine_blocks: int = 0
+    preemptions: int = 0
+    disagreements: int = 0
+
+
 class Return(msgspec.Struct, frozen=True, kw_only=True, tag="return"):
     """The ask or its grant is not wanted any more."""
 
@@ -341,6 +371,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     ack: str
     reply_to: str
     claim_at: str | None
+    receiver: str | None
     encoding: Encoding
     deadline_s: float
     ids: bytes
@@ -432,7 +463,8 @@ _json_answer_decoder: Final[msgspec.json.Decoder[_JsonGo | Whole | Gone | Fenced
 )
 answer_decoder: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
 notice_decoder: Final = msgspec.msgpack.Decoder(Notice)
-credit_decoder: Final[msgspec.msgpack.Decoder[Ask | Return]] = msgspec.msgpack.Decoder(Ask | Return)
+credit_decoder: Final[msgspec.msgpack.Decoder[Ask | Return | Audit]] = msgspec.msgpack.Decoder(Ask | Return | Audit)
+account_decoder: Final = msgspec.msgpack.Decoder(Account)
 verdict_decoder: Final = msgspec.msgpack.Decoder(Verdict)
 handoff_decoder: Final = msgspec.msgpack.Decoder(Handoff)
 handoff_answer_decoder: Final = msgspec.msgpack.Decoder(HandoffAnswer)

@@ -5,9 +5,25 @@ epoch replaces an older one at once; a word of an older epoch than the one known
 """
 
 from collections.abc import Iterator
+from typing import Self
 
-from pipeline.limits import PRESENCE_SILENT_MAX_S
+import msgspec
+
+from pipeline.limits import PRESENCE_SILENT_MAX_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.messages import Presence
+
+
+class Receiver(msgspec.Struct, frozen=True):
+    """Who waits for a reply: a gateway in one of its lives. In a request it is `<id>/<epoch>`."""
+
+    id: str
+    epoch: str
+
+    @classmethod
+    def parse(cls, said: str | None) -> Self | None:
+        """None where nobody is named, or not so that we could know of its death."""
+        name, _, epoch = (said or "").rpartition("/")
+        return cls(name, epoch) if name else None
 
 
 class Presences:
@@ -35,6 +51,22 @@ class Presences:
         """The presence of one process, while it lives."""
         known = self._seen.get((role, process))
         return known[0] if known and now_s - known[1] <= PRESENCE_SILENT_MAX_S else None
+
+    def epochs(self, now_s: float) -> set[str]:
+        """The lives that go on: of every role."""
+        return {presence.epoch for presence, at_s in self._seen.values() if now_s - at_s <= PRESENCE_SILENT_MAX_S}
+
+    def abandoned(self, receiver: Receiver, since_s: float, now_s: float) -> bool:
+        """Whether a receiver is gone for good: a newer life of it is known, or it has been silent for too long.
+
+        `since_s` is from when on it should have been heard: our own connection, and the request, must both be older than
+        the silence. No responders would not do: a broker that restarts has none for a moment.
+        """
+        known = self._seen.get(("gateway", receiver.id))
+        if known is not None and known[0].epoch > receiver.epoch:
+            return True
+        heard_s = known[1] if known is not None else since_s
+        return now_s - max(heard_s, since_s) > RECEIVER_SILENT_MAX_S
 
     def forget_silent(self, now_s: float, after_s: float = 60.0) -> None:
         """Drop what has been silent so long that nobody asks for it any more."""

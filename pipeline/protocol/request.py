@@ -32,7 +32,7 @@ import msgspec
 
 
 class Progress(Flag):
-    """What has come true of a request at its prefill worker. ASKED and BEGUN remember effects that must happen once."""
+    """What has come true of a request at its prefill worker. BEGUN: it is being rendered."""
 
     NOTHING = 0
     BEGUN = auto()
@@ -68,6 +68,10 @@ class Event(Enum):
     GRANT_LOST = auto()
     ACCEPTED = auto()
     REFUSED = auto()
+    COUNTED = auto()
+    """A start of a redelivered request has been recorded, so that it is remembered should it kill this worker."""
+    POISONED = auto()
+    """Too many workers have died with it."""
     TAKEN = auto()
     """At decode: a handoff has come under a live grant."""
     GENERATED = auto()
@@ -91,6 +95,7 @@ class Effect(Enum):
     """What the worker must do now, in this order."""
 
     CLAIM = auto()
+    COUNT = auto()
     RENDER = auto()
     ASK = auto()
     PREFILL = auto()
@@ -122,6 +127,7 @@ PREFILL_ENDS: Final[dict[Event, End]] = {
     E.DOUBT: (S.ENDED, (F.STOP,)),
     E.LEFT: (S.ENDED, (F.STOP, F.NAK)),
     E.INVALID: (S.ENDING, (F.STOP, F.DEAD_LETTER)),
+    E.POISONED: (S.ENDING, (F.STOP, F.DEAD_LETTER)),
     E.FAILED: (S.ENDING, (F.STOP,)),
     E.DEADLINE: (S.ENDING, (F.STOP,)),
 }
@@ -151,6 +157,7 @@ ENDING_ENDS: Final[dict[Event, End]] = {
 
 PROGRESS: Final[dict[Event, tuple[Progress, Effects]]] = {
     E.GO: (P.CLAIMED, ()),
+    E.COUNTED: (P.BEGUN, (F.RENDER,)),
     E.RENDERED: (P.RENDERED, (F.ASK, F.PREFILL)),
     E.STORED: (P.STORED, ()),
     E.GRANTED: (P.GRANTED, ()),
@@ -190,7 +197,7 @@ def _progress(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
     if event is E.DELIVERED:
         return Prefill(S.WORKING, P.BEGUN), (F.CLAIM, F.RENDER)
     if event is E.DELIVERED_AGAIN:
-        # Somebody may have it already, or all of it: ask before spending a prefill on it.
+        # Somebody may have it already, or all of it, or have died of it: ask before spending a prefill on it.
         return state, (F.CLAIM,)
     if event is E.GRANT_LOST:
         return Prefill(S.WORKING, state.progress & ~P.GRANTED), ()
@@ -199,7 +206,7 @@ def _progress(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
     flag, effects = PROGRESS[event]
     progress = state.progress | flag
     if event is E.GO and P.BEGUN not in progress:
-        progress, effects = progress | P.BEGUN, (F.RENDER,)
+        effects = (F.COUNT,)
     if progress == READY:
         return Prefill(S.HANDING, progress), (*effects, F.HAND_OFF)
     return Prefill(S.WORKING, progress), effects

@@ -127,6 +127,11 @@ def matches(pattern: str, subject: str) -> bool:
     return len(want) == len(have)
 
 
+def is_kept(reply_to: str) -> bool:
+    """Whether replies to this subject are kept in the REPLIES stream, whole, for a producer that will ask later."""
+    return reply_to.startswith("replies.")
+
+
 def credit(decode: str) -> str:
     """Where a decode worker takes asks and returns."""
     return f"credit.{decode}"

@@ -118,12 +118,44 @@ def test_an_asker_that_falls_silent_loses_its_grant_and_its_place() -> None:
     assert book.totals.expired == 2, "an ask that only waited does not count as an expired grant"
 
 
+def test_who_only_waited_can_leave_the_queue() -> None:
+    book = ledger()
+    book.ask(ask("a", 90), 0.0)
+    book.ask(ask("w", 90), 0.0)
+    book.ask(ask("x", 5), 0.0)
+    assert book.give_back("w") == []
+    assert book.totals.returned == 0
+    assert states(book.give_back("a")) == {"x": "granted"}
+
+
 def test_what_has_been_handed_off_needs_no_more_asking() -> None:
     book = ledger()
     book.ask(ask("a", deadline_s=100.0), 0.0)
     book.consume("a", "e1")
     book.tick(ASK_SILENT_MAX_S * 10, 200.0)
     assert (book.free, book.totals.expired) == (90, 0)
+
+
+def test_the_books_are_open_and_conserved() -> None:
+    book = ledger()
+    for name in "abc":
+        book.ask(ask(name), 0.0)
+    book.ask(ask("w", 90), 0.0)
+    book.consume("a", "e1")
+    book.give_back("b")
+    said = book.account(engine_blocks=7, preemptions=0)
+    assert (said.blocks, said.free, said.waiting) == (100, 80, 1)
+    assert (said.granted_now, said.granted_blocks, said.consumed_now, said.consumed_blocks) == (1, 10, 1, 10)
+    assert said.granted == said.released + said.returned + said.expired + said.granted_now + said.consumed_now == 3
+
+
+def test_an_engine_that_uses_more_than_was_handed_over_is_noticed() -> None:
+    book = ledger()
+    book.ask(ask("a"), 0.0)
+    book.consume("a", "e1")
+    assert book.reconcile(10)
+    assert not book.reconcile(11)
+    assert book.disagreements == 1
 
 
 def test_an_ask_past_its_deadline_is_dropped() -> None:

@@ -20,8 +20,10 @@ def read(body: dict[str, Any], headers: dict[str, str] | None = None) -> intake.
 
 
 def test_a_request_says_who_when_and_where_to() -> None:
-    request = read({**BODY, "id": "r-1", "timeout_ms": 1500, "claim_at": "_INBOX.c"})
-    assert request.address == Address(request="r-1", reply_to="_INBOX.x", claim_at="_INBOX.c", encoding="json")
+    request = read({**BODY, "id": "r-1", "timeout_ms": 1500, "claim_at": "_INBOX.c", "receiver": "g/1"})
+    assert request.address == Address(
+        request="r-1", reply_to="_INBOX.x", claim_at="_INBOX.c", receiver="g/1", encoding="json"
+    )
     assert (request.creator, request.klass, request.reply_to) == ("alice", "interactive", "_INBOX.x")
     assert request.deadline_s == 1700000001.5
 
@@ -57,26 +59,32 @@ def test_a_request_that_nobody_can_be_answered_about_is_malformed() -> None:
 @pytest.mark.parametrize(
     ("payload", "headers", "expected"),
     [
-        (b"garbage", None, Address(request="REQUESTS_interactive-17", reply_to=None, claim_at=None, encoding="json")),
+        (
+            b"garbage",
+            None,
+            Address(request="REQUESTS_interactive-17", reply_to=None, claim_at=None, receiver=None, encoding="json"),
+        ),
         (
             b"garbage",
             {"Reply-To": "replies.a"},
-            Address(request="REQUESTS_interactive-17", reply_to="replies.a", claim_at=None, encoding="json"),
+            Address(
+                request="REQUESTS_interactive-17", reply_to="replies.a", claim_at=None, receiver=None, encoding="json"
+            ),
         ),
         (
             b'{"id":7,"reply_to":"$JS.API.x","claim_at":9}',
             None,
-            Address(request="REQUESTS_interactive-17", reply_to=None, claim_at=None, encoding="json"),
+            Address(request="REQUESTS_interactive-17", reply_to=None, claim_at=None, receiver=None, encoding="json"),
         ),
         (
             b'{"id":"r","reply_to":"_INBOX.x"}',
             None,
-            Address(request="r", reply_to="_INBOX.x", claim_at=None, encoding="json"),
+            Address(request="r", reply_to="_INBOX.x", claim_at=None, receiver=None, encoding="json"),
         ),
         (
             msgspec.msgpack.encode({"id": "r", "reply_to": "_INBOX.x"}),
             {},
-            Address(request="r", reply_to="_INBOX.x", claim_at=None, encoding="msgpack"),
+            Address(request="r", reply_to="_INBOX.x", claim_at=None, receiver=None, encoding="msgpack"),
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.messages import Presence
-from pipeline.protocol.presence import Presences
+from pipeline.protocol.presence import Presences, Receiver
 
 
 def word(
@@ -46,3 +46,38 @@ def test_the_long_silent_are_forgotten() -> None:
     seen.heard(word("b"), 100.0)
     seen.forget_silent(100.0)
     assert len(seen._seen) == 1
+
+
+def gateway(epoch: str) -> Presence:
+    return Presence(role="gateway", id="g", epoch=epoch, ready=True)
+
+
+def test_a_receiver_is_gone_when_it_has_been_silent_for_two_seconds_of_our_own_connection() -> None:
+    seen, receiver = Presences(), Receiver("g", "2")
+    assert not seen.abandoned(receiver, since_s=0.0, now_s=2.0)
+    assert seen.abandoned(receiver, since_s=0.0, now_s=2.1), "never heard of it"
+    seen.heard(gateway("2"), 5.0)
+    assert not seen.abandoned(receiver, since_s=0.0, now_s=7.0)
+    assert seen.abandoned(receiver, since_s=0.0, now_s=7.1)
+    assert not seen.abandoned(receiver, since_s=6.0, now_s=7.1), "we ourselves were away"
+
+
+def test_a_receiver_is_gone_when_a_newer_life_of_it_speaks() -> None:
+    seen = Presences()
+    seen.heard(gateway("3"), 5.0)
+    assert seen.abandoned(Receiver("g", "2"), since_s=0.0, now_s=5.0)
+    assert not seen.abandoned(Receiver("g", "3"), since_s=0.0, now_s=5.0)
+
+
+def test_a_receiver_names_itself_and_its_life() -> None:
+    assert Receiver.parse("g-1/0001-ab") == Receiver("g-1", "0001-ab")
+    assert Receiver.parse(None) is None
+    assert Receiver.parse("nobody") is None
+
+
+def test_the_lives_that_go_on_are_known_across_roles() -> None:
+    seen = Presences()
+    seen.heard(word("a", "1"), 0.0)
+    seen.heard(gateway("7"), 0.5)
+    assert seen.epochs(0.5) == {"1", "7"}
+    assert seen.epochs(PRESENCE_SILENT_MAX_S + 0.1) == {"7"}

@@ -57,7 +57,10 @@ def test_nothing_is_handed_off_while_anything_is_missing(missing: Event) -> None
 def test_a_redelivered_request_is_claimed_before_anything_is_spent_on_it() -> None:
     state, effects = prefill(E.DELIVERED_AGAIN)
     assert effects == [F.CLAIM]
-    assert prefill(E.GO, state=state)[1] == [F.RENDER]
+    state, effects = prefill(E.GO, state=state)
+    assert effects == [F.COUNT]
+    assert prefill(E.COUNTED, state=state)[1] == [F.RENDER]
+    assert prefill(E.POISONED, state=state)[1] == [F.STOP, F.DEAD_LETTER, F.TELL]
     assert prefill(E.WHOLE, state=state)[1] == [F.STOP, F.ACK]
 
 

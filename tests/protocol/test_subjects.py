@@ -104,6 +104,11 @@ def test_an_allow_list_matches_as_nats_does(pattern: str, subject: str, expected
     assert subjects.matches(pattern, subject) is expected
 
 
+def test_replies_to_the_stream_are_kept_whole() -> None:
+    assert subjects.is_kept("replies.crm.r-1")
+    assert not subjects.is_kept("_INBOX.x")
+
+
 def test_every_subject_that_we_build_is_in_the_grammar() -> None:
     built = {
         subjects.request_in("interactive", "a", "b"): "requests.in.interactive.a.b",

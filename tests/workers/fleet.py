@@ -92,7 +92,7 @@ class Fleet:
         client = worker.bus.client
         client._status = client.CLOSED
         assert client._transport is not None
-        client._transport.close()
+        client._transport.close()  # type: ignore[no-untyped-call]
         worker.scope.cancel()
 
     async def ask(self, *, creator: str = "alice", within_s: float = 10.0, **fields: Any) -> Reply:
@@ -111,7 +111,7 @@ class Fleet:
             loop = (
                 PrefillWorker(bus, engine, config, me, presences)
                 if role == "prefill"
-                else DecodeWorker(bus, engine, config, me)
+                else DecodeWorker(bus, engine, config, me, presences)
             )
             watcher, announcer = Watcher(bus, presences, time.monotonic), Announcer(bus, loop.presence)
             await watcher.start()

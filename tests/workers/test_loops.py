@@ -1,5 +1,6 @@
 """The two loops together, on a real broker with simulated engines: the way of one request, and what may not happen on it."""
 
+import base64
 import json
 from typing import Any
 
@@ -8,8 +9,10 @@ import msgspec
 import pytest
 
 from pipeline.bus.connection import Bus, Message
+from pipeline.config import Requests
+from pipeline.protocol import subjects
 from pipeline.protocol.credits import GrantState
-from pipeline.protocol.messages import Done, Failed
+from pipeline.protocol.messages import Audit, Done, Failed, account_decoder, encode
 from tests.nats_server import NatsServer
 from tests.workers.fleet import PROMPT, Caller, Fleet, backlog, config_for, fleet, until
 
@@ -111,11 +114,16 @@ async def test_a_bad_request_gets_an_error_that_names_the_field_and_a_copy_is_ke
 
 
 async def test_an_expired_request_costs_no_prefill(broker: NatsServer) -> None:
-    async with fleet(config_for(broker.url)) as made:
-        reply = await made.ask(timeout_ms=1)
+    async with fleet(config_for(broker.url), prefill=0) as made:
+        caller = Caller(made.bus, "late")
+        await caller.listen()
+        await caller.publish("alice", timeout_ms=1)
+        await anyio.sleep(0.01)
+        worker = await made.add("prefill", "prefill-1")
+        worker.engine.die("An expired request reached the engine.")
+        reply = await caller.reply()
         assert isinstance(reply.end, Failed)
         assert reply.end.error.code == "deadline"
-        assert made.prefill().queued_tokens == 0
         await at_rest(made)
 
 
@@ -236,4 +244,59 @@ async def test_a_seeded_reply_that_was_cut_ends_with_an_error_that_says_so(broke
             reply = await caller.reply()
         assert isinstance(reply.end, Failed)
         assert (reply.end.error.code, reply.end.error.param) == ("reply_lost", "seed")
+        await at_rest(made)
+
+
+async def test_a_reply_for_the_replies_stream_is_stored_whole_and_once(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        body = {"messages": PROMPT, "max_tokens": 6, "ignore_eos": True, "reply_to": "replies.crm.r-1"}
+        await made.bus.store("requests.in.interactive.a.a", msgspec.json.encode(body), msg_id="m1", timeout_s=2.0)
+        await at_rest(made)
+        assert await backlog(made.bus, "REPLIES") == 1
+        asked = msgspec.json.encode({"last_by_subj": "replies.crm.r-1"})
+        stored = msgspec.json.decode(await made.bus.request("$JS.API.STREAM.MSG.GET.REPLIES", asked, 2.0))
+        frame = msgspec.json.decode(base64.b64decode(stored["message"]["data"]))
+        assert (frame["kind"], len(frame["ids"]), frame["finish_reason"]) == ("done", 6, "length")
+
+
+async def test_a_request_that_kills_its_workers_is_poison_and_is_kept(broker: NatsServer) -> None:
+    config = msgspec.structs.replace(
+        config_for(broker.url), requests=Requests(default_max_tokens=12, starts_max=2, reply_subjects=("_INBOX.>",))
+    )
+    async with fleet(config, prefill=0) as made:
+        caller = Caller(made.bus, "poison")
+        await caller.listen()
+        await caller.publish("alice")
+        for number in range(3):
+            worker = await made.add("prefill", f"victim-{number}")
+            worker.engine.pause()
+            await until(lambda n=number: len(caller.holders) > n)
+            await until(lambda w=worker: w.engine.usage().running + w.engine.usage().waiting > 0)
+            made.kill(f"victim-{number}")
+        await made.add("prefill", "prefill-1")
+        with anyio.fail_after(10.0):
+            reply = await caller.reply()
+        assert isinstance(reply.end, Failed)
+        assert reply.end.error.code == "poison"
+        assert await backlog(made.bus, "DLQ") == 1
+        await at_rest(made)
+        assert await backlog(made.bus, "KV_starts") == 2, "those of the dead; the living have taken theirs back"
+
+
+async def test_the_requests_of_a_gateway_that_is_gone_are_dropped(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url, step_s=0.02)) as made:
+        caller = Caller(made.bus, "orphan")
+        await caller.listen()
+        await caller.publish("alice", max_tokens=2000, ignore_eos=True, receiver="gateway-x/1")
+        await until(lambda: caller.frames > 2)
+        await until(lambda: made.decode().ledger.count(GrantState.CONSUMED) == 0, within_s=4.0)
+        await at_rest(made)
+
+
+async def test_a_decode_worker_opens_its_books(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        await made.ask(max_tokens=4)
+        account = account_decoder.decode(await made.bus.request(subjects.credit("decode-1"), encode(Audit()), 1.0))
+        assert (account.granted, account.disagreements, account.preemptions) == (1, 0, 0)
+        assert account.decode == "decode-1"
         await at_rest(made)
