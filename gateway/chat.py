@@ -112,6 +112,7 @@ class Chat:
             log.exception("relay_failed", request=order.id)
             reply.finish(error := ServiceError("The gateway failed at this request.").body())
             await out.fail(error)
+            reply.delivered = True
 
     async def _publish(self, order: Order, reply: Reply) -> None:
         # 2,048 bodies of 900 kB must not be kept until their replies have ended.

@@ -6,6 +6,7 @@ that follows `whole` or `gone`. A test drives each `Job` by hand, or sets `scrip
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ import msgspec
 
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
-from pipeline.bus.errors import BusError
+from pipeline.bus.errors import BusError, Disconnected
 from pipeline.errors import ErrorBody
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import (
@@ -208,7 +209,8 @@ class WorkerDouble:
             model=model,
             max_model_len=MAX_MODEL_LEN,
         )
-        await self._bus.publish(subjects.presence(role, presence.id), encode(presence))
+        with suppress(Disconnected):
+            await self._bus.publish(subjects.presence(role, presence.id), encode(presence))
 
     async def forget_all(self) -> None:
         """As between two tests: nothing is queued, nothing is scripted, nothing is remembered."""
