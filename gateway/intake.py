@@ -11,7 +11,8 @@ import msgspec
 from pipeline.errors import BodyTooLarge, InvalidField
 from pipeline.limits import REQUEST_ID_BYTES_MAX
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import RESERVED, Chat, encode, encoding_of, to_chat, to_map
+from pipeline.protocol.chat import RESERVED, Chat, to_chat, to_map
+from pipeline.protocol.messages import encode, encoding_of
 
 Headers = Mapping[bytes, bytes]
 """ASGI's headers: names in lower case."""

@@ -284,7 +284,8 @@ class Bus:
     def _drop_waiters(self) -> None:
         self._calls.lost()
         for pong in list(self._pongs):
-            pong.set_exception(Disconnected("The connection to NATS was lost before it answered."))
+            if not pong.done():  # its own callback, which discards it, runs a turn later
+                pong.set_exception(Disconnected("The connection to NATS was lost before it answered."))
 
 
 def _call_all(callbacks: list[Callback]) -> None:

@@ -11,7 +11,8 @@ import msgspec
 
 from pipeline.errors import InvalidField, RequestError
 from pipeline.limits import REQUEST_ID_BYTES_MAX
-from pipeline.protocol.messages import ChatRequest, Encoding, encoding_of, to_chat, to_map
+from pipeline.protocol.chat import ChatRequest, to_chat, to_map
+from pipeline.protocol.messages import Encoding, encoding_of
 from pipeline.protocol.subjects import AckSubject, Stored, matches
 
 REPLY_TO_HEADER = "Reply-To"

@@ -3,20 +3,17 @@
 Between our own processes everything is msgpack. A producer may write its request in JSON or msgpack and is answered in kind:
 `encoding_of` tells the two apart by the first byte. Token ids travel as raw little-endian u32 (`pack_ids`), in JSON as a list.
 
-A **request** is one flat map: OpenAI's chat fields, and beside them a few of ours (`id`, `reply_to`, `claim_at`,
-`timeout_ms`). We type what we act on; every other field stays in the map and reaches the engine's own request class, which
-knows what it means.
+Requests themselves, which come from outside, are in `chat.py`.
 """
 
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
 import msgspec
 
 from pipeline.errors import ErrorBody, InvalidField
-from pipeline.limits import REQUEST_ID_BYTES_MAX
 
 Version = Literal[1]
 Encoding = Literal["json", "msgpack"]
@@ -42,142 +39,9 @@ def unpack_ids(raw: bytes) -> list[int]:
     return packed.tolist()
 
 
-# --------------------------------------------------------------------------------------------------------------
-# To a prefill worker: the request
-
-
-class TextPart(msgspec.Struct, frozen=True, tag="text"):
-    """A piece of text in a message whose content is a list."""
-
-    text: str
-
-
-class Message(msgspec.Struct, frozen=True):
-    """One turn of the chat. `content` may be missing only where tool calls stand for it."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], msgspec.Meta(min_length=1)] | None = None
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    """OpenAI's `stream_options`."""
-
-    include_usage: bool = False
-
-
-class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of OpenAI's chat completion request that we act on or check before any engine sees it.
-
-    Unknown fields are accepted. Bounds are those of vLLM 0.32.
-    """
-
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    model: str | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    n: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-    logprobs: bool | None = None
-    tools: list[Any] | None = None
-    response_format: Mapping[str, Any] | None = None
-
-    @property
-    def reply_tokens_max(self) -> int | None:
-        """The reply's length that the client set, by its new name or its old one."""
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-
-
-class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
-    """A request as it lies in REQUESTS.
-
-    `reply_to`: subject for frames (or the header `Reply-To`). `claim_at`: subject that arbitrates claims (or `Claim-At`);
-    a producer that is only a subscription has none. `timeout_ms` counts from when the stream stored the request. `id` is the
-    publisher's own; without one the stream's sequence names the request. `receiver` is `<id>/<epoch>` of a gateway that says
-    in its presence that it lives: once it does not, its requests are dropped.
-    """
-
-    v: Version = 1
-    id: Annotated[str, msgspec.Meta(min_length=1, max_length=REQUEST_ID_BYTES_MAX)] | None = None
-    reply_to: str | None = None
-    claim_at: str | None = None
-    timeout_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    receiver: str | None = None
-
-
-ChatT = TypeVar("ChatT", bound=Chat)
-
-RESERVED: Final = frozenset(
-    {
-        "type",
-        "v",
-        "id",
-        "reply_to",
-        "claim_at",
-        "timeout_ms",
-        "receiver",
-        "kv_transfer_params",
-        "ec_transfer_params",
-        "cache_salt",
-    }
-)
-"""Fields that an HTTP client may not set: ours, and those that would reach into the engine's transfers or caches."""
-
-_UNSUPPORTED: Final[tuple[tuple[str, Any], ...]] = (
-    ("logprobs", False),
-    ("tools", []),
-    ("response_format", {"type": "text"}),
-    ("n", 1),
-)
-
-
-def check_chat(chat: Chat) -> None:
-    """Raise `InvalidField` for features that are not served yet."""
-    for name, harmless in _UNSUPPORTED:
-        value = getattr(chat, name)
-        if value is not None and value != harmless:
-            raise InvalidField(f"{name} = {value!r} is not served yet; leave it out.", param=name)
-
-
 def encoding_of(payload: bytes) -> Encoding:
-    """How a request is written. A msgpack map starts at 0x80 or above, JSON never does."""
-    return "msgpack" if payload and payload[0] >= 0x80 else "json"
-
-
-def to_map(payload: bytes) -> dict[str, Any]:
-    """The request as a plain map. Raises `InvalidField` where it is neither JSON nor msgpack, or no map."""
-    encoding = encoding_of(payload)
-    try:
-        tree = msgspec.msgpack.decode(payload) if encoding == "msgpack" else msgspec.json.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidField(f"The body is not valid {encoding}: {error}.") from None
-    if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise InvalidField("The body must be an object.")
-    return tree
-
-
-def to_chat(tree: Mapping[str, Any], as_type: type[ChatT]) -> ChatT:
-    """`tree` as `Chat` or `ChatRequest`. Raises `InvalidField` whose `param` is the place in the body."""
-    try:
-        chat = msgspec.convert(tree, as_type)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$")
-        place = path.strip("`").lstrip(".")
-        if "missing required field" in message:
-            # msgspec puts a missing field's name into the message, not into the path.
-            place = ".".join(filter(None, (place, message.split("`")[1])))
-        raise InvalidField(f"{_why(message, place)}.", param=place or None) from None
-    check_chat(chat)
-    return chat
-
-
-def _why(message: str, place: str) -> str:
-    if place.endswith(".type") and "content" in place:
-        return f"{place}: only text parts are served; {message}"
-    return f"{place}: {message}" if place else message
+    """How a map is written: msgpack's begins at 0x80 to 0x8f, 0xde or 0xdf; no JSON does, with a byte-order mark or without."""
+    return "msgpack" if payload and (payload[0] & 0xF0 == 0x80 or payload[0] in (0xDE, 0xDF)) else "json"
 
 
 # --------------------------------------------------------------------------------------------------------------

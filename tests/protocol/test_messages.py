@@ -1,8 +1,5 @@
 """Messages: what is accepted, what is refused and by which field, and that both encodings say the same."""
 
-import math
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -10,9 +7,8 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ErrorBody, InvalidField
 from pipeline.protocol import messages
-from pipeline.protocol.messages import Chat, ChatRequest, Claim, Done, Failed, From, Go, Tokens, Usage, Whole
+from pipeline.protocol.messages import Claim, Done, Failed, From, Go, Tokens, Usage, Whole
 
-USER = {"role": "user", "content": "hi"}
 USAGE = Usage(
     prompt_tokens=3,
     completion_tokens=2,
@@ -31,62 +27,6 @@ def test_token_ids_survive_packing(ids: list[int]) -> None:
 
 def test_packed_ids_are_little_endian() -> None:
     assert messages.pack_ids([1, 258]) == b"\x01\x00\x00\x00\x02\x01\x00\x00"
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
-        ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
-        ({"messages": [USER], "max_tokens": -1}, "max_tokens"),
-        ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"messages": [USER], "temperature": 2.5}, "temperature"),
-        ({"messages": [USER], "temperature": -0.1}, "temperature"),
-        ({"messages": [USER], "temperature": math.nan}, "temperature"),
-        ({"messages": [USER], "top_p": 0}, "top_p"),
-        ({"messages": [USER], "n": 2}, "n"),
-        ({"messages": [USER], "logprobs": True}, "logprobs"),
-        ({"messages": [USER], "tools": [{}]}, "tools"),
-        ({"messages": [USER], "timeout_ms": 0}, "timeout_ms"),
-        ({"messages": [USER], "id": ""}, "id"),
-        ({"messages": [USER], "v": 2}, "v"),
-    ],
-)
-def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidField) as caught:
-        messages.to_chat(body, ChatRequest)
-    assert caught.value.param == param
-    assert caught.value.message
-
-
-def test_unknown_fields_are_accepted_and_parts_of_text_too() -> None:
-    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "surprise": 1, "n": 1}
-    chat = messages.to_chat(body, Chat)
-    assert chat.reply_tokens_max is None
-
-
-def test_the_new_name_of_max_tokens_wins() -> None:
-    chat = messages.to_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 7}, Chat)
-    assert chat.reply_tokens_max == 7
-    assert messages.to_chat({"messages": [USER], "max_tokens": 5}, Chat).reply_tokens_max == 5
-
-
-@pytest.mark.parametrize(
-    "payload", [b"", b"x", b"[]", b'{"a":"\xff"}', b'{"temperature":NaN}', b"\xff\x00", b"\x81\x01\x02"]
-)
-def test_what_is_no_map_is_refused(payload: bytes) -> None:
-    with pytest.raises(InvalidField):
-        messages.to_map(payload)
-
-
-def test_both_encodings_are_read() -> None:
-    body = {"messages": [USER]}
-    assert messages.to_map(msgspec.json.encode(body)) == messages.to_map(msgspec.msgpack.encode(body)) == body
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from zlib import crc32
 import msgspec
 
 from pipeline.errors import InvalidField
-from pipeline.protocol.messages import Message
+from pipeline.protocol.chat import Message
 
 START: Final = 1
 END: Final = 2
