@@ -9,11 +9,9 @@ import asyncio
 import contextlib
 import errno
 import math
-import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Generator
 from typing import Final
 
@@ -29,6 +27,8 @@ from gateway.fleet import Lookout
 from gateway.intake import Terms
 from gateway.ops import Ops
 from gateway.replies import Replies
+from gateway.vigil import Vigil
+from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
@@ -61,11 +61,12 @@ class Gateway:
         self.draining = False
         self.bus = bus
         self.process = process
-        self.epoch = f"{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(4)}"
+        self.epoch = f"{int(outside.unix_s() * 1000):013d}-{outside.token(4)}"
         self.presences = Presences()
         self.terms = Terms(
             reply_to=f"{inbox}.r",
             claim_at=f"{inbox}.c",
+            receiver=f"{process}/{self.epoch}",
             default_creator=config.gateway.default_creator,
             timeout_s=config.gateway.timeout_s,
             timeout_max_s={
@@ -73,8 +74,9 @@ class Gateway:
             },
         )
         self.admission = Admission(config.gateway.in_flight_max)
-        self.replies = Replies(bus, time.monotonic)
-        self.lookout = Lookout(self.presences, time.monotonic)
+        self.replies = Replies(bus, outside.monotonic_s)
+        self.vigil = Vigil(bus, self.presences, self.replies)
+        self.lookout = Lookout(self.presences, outside.monotonic_s)
         self.chat = Chat(
             bus=bus,
             replies=self.replies,
@@ -104,24 +106,26 @@ class Gateway:
         """Be there for frames and claims; returns when the broker knows."""
         await self.bus.subscribe(self.terms.reply_to, self.replies.on_frames)
         await self.bus.subscribe(self.terms.claim_at, self.replies.on_claim)
-        self.bus.on_reconnect(self.replies.on_reconnect)
+        self.bus.on_reconnect(self.replies.ask_holders)
         await self.bus.barrier()
 
 
 @contextlib.asynccontextmanager
 async def running(config: Config) -> AsyncIterator[Gateway]:
     """A gateway that is connected and known. Raises `OperatorError` where NATS cannot be reached."""
-    process = f"gateway-{secrets.token_hex(4)}"
+    process = f"gateway-{outside.token(4)}"
     async with await Bus.connect(config.nats.url, process, config.nats.connect_timeout_s) as bus:
         gateway = Gateway(config, bus, process)
-        watcher = Watcher(bus, gateway.presences, time.monotonic)
+        watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
         announcer = Announcer(bus, gateway.presence)
         await watcher.start()
         await gateway.listen()
         await announcer.start()
+        watch = asyncio.create_task(gateway.vigil.run(), name="vigil")
         try:
             yield gateway
         finally:
+            watch.cancel()
             gateway.draining = True
             announcer.now()
             await announcer.stop()

@@ -19,6 +19,7 @@ from gateway import errors, intake, openai, sse
 from gateway.fleet import Lookout
 from gateway.intake import Order, Terms
 from gateway.replies import Replies, Reply
+from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.errors import CapacityError, ErrorBody, ReplyError, ServiceError
 from pipeline.protocol.admission import Admission
@@ -56,7 +57,7 @@ class Chat:
         self._lookout = lookout
         self._terms = terms
         self._body_bytes_max = body_bytes_max
-        self._clock: Callable[[], float] = time.monotonic
+        self._clock: Callable[[], float] = outside.monotonic_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""

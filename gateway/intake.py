@@ -44,6 +44,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     reply_to: str
     claim_at: str
+    receiver: str
     default_creator: str
     timeout_s: float
     timeout_max_s: Mapping[str, float]
@@ -133,6 +134,7 @@ def _envelope(request: str, timeout_s: float, terms: Terms, fields: dict[str, ob
     fields["id"] = request
     fields["reply_to"] = terms.reply_to
     fields["claim_at"] = terms.claim_at
+    fields["receiver"] = terms.receiver
     fields["timeout_ms"] = max(1, round(timeout_s * 1000))
     return encode(fields)
 

@@ -54,6 +54,7 @@ class Reply:
     __slots__ = (
         "_parts",
         "_wake",
+        "answer_by_s",
         "asked_s",
         "delivered",
         "end",
@@ -69,6 +70,8 @@ class Reply:
         self.request = request
         self.asked_s = asked_s
         self.receiver = Receiver(request)
+        self.answer_by_s: float | None = None
+        """Set while it is not known whether anybody works on it: until then somebody must answer for it."""
         self.published = False
         self.delivered = False
         self.end: Done | ErrorBody | None = None
@@ -149,8 +152,12 @@ class Replies:
         for reply in self._open.values():
             reply.finish(error)
 
-    def on_reconnect(self) -> None:
-        """Frames may have been lost with the connection: ask every holder to go on from what is here."""
+    def all(self) -> list[Reply]:
+        """The open ones."""
+        return list(self._open.values())
+
+    def ask_holders(self) -> None:
+        """Frames may have been lost, with a connection or while we were away: ask every holder to go on from what is here."""
         for reply in self._open.values():
             last = reply.receiver.arbiter.last
             if last is not None:
@@ -179,6 +186,8 @@ class Replies:
             log.warning("claim_unreadable", subject=message.subject, error=str(error))
             return
         reply = self._open.get(claim.request)
+        if reply is not None:
+            reply.answer_by_s = None
         answer = self._late(claim.request) if reply is None else reply.receiver.claim(claim)
         if message.reply:
             self._say(message.reply, answer)
@@ -194,6 +203,7 @@ class Replies:
         return Whole() if request in self._whole else Gone()
 
     def _take(self, reply: Reply, frame: AnyFrame, now_s: float) -> Answer | None:
+        reply.answer_by_s = None
         heard = reply.receiver.frame(frame, now_s)
         if heard.text:
             reply.add(heard.text)

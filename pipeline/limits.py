@@ -32,6 +32,9 @@ PRESENCE_PERIOD_S: Final = 0.2
 PRESENCE_SILENT_MAX_S: Final = 0.8
 """Four periods without a word: not offered work. (An accusation needs more: see `claims.py`.)"""
 
+ACCUSE_SILENT_S: Final = 0.4
+"""Two presence periods without a word or a frame: a worker is taken for dead, by an accuser that trusts itself."""
+
 RECEIVER_SILENT_MAX_S: Final = 2.0
 """Ten periods without a word: a receiver is taken for gone, and its requests are dropped. Longer than any broker's restart."""
 

@@ -4,7 +4,7 @@ A process says that it lives every `PRESENCE_PERIOD_S`. It counts as live until 
 epoch replaces an older one at once; a word of an older epoch than the one known is a late message and changes nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Self
 
 import msgspec
@@ -55,6 +55,12 @@ class Presences:
     def epochs(self, now_s: float) -> set[str]:
         """The lives that go on: of every role."""
         return {presence.epoch for presence, at_s in self._seen.values() if now_s - at_s <= PRESENCE_SILENT_MAX_S}
+
+    def heard_of(self, roles: Collection[str]) -> Iterator[tuple[str, str, float]]:
+        """(id, epoch, when it was last heard) of the processes of these roles."""
+        for (role, process), (presence, at_s) in self._seen.items():
+            if role in roles:
+                yield process, presence.epoch, at_s
 
     def abandoned(self, receiver: Receiver, since_s: float, now_s: float) -> bool:
         """Whether a receiver is gone for good: a newer life of it is known, or it has been silent for too long.

@@ -173,6 +173,9 @@ LEDGER_DISAGREEMENTS: Final = Counter(
 # --------------------------------------------------------------------------------------------------------------
 # Every process
 
+ACCUSATIONS: Final = Counter(
+    "headrace_accusations", "Messages given back in the name of a worker taken for dead.", registry=REGISTRY
+)
 RECONNECTS: Final = Counter("headrace_reconnects", "Times the connection to NATS came back.", registry=REGISTRY)
 HANDLER_ERRORS: Final = Counter(
     "headrace_handler_errors", "Exceptions caught in handlers of NATS messages.", registry=REGISTRY

@@ -31,13 +31,14 @@ from workers.engines.vllm import VllmEngine, _Usage
 
 SALT: Final = "5a17" * 8
 
-STORM_PROMPTS: Final = 8
-STORM_PROMPT_TOKENS: Final = 256
-STORM_ROUNDS: Final = 3
+STORM_PROMPTS: Final = 15
+STORM_PROMPT_TOKENS: Final = 64
+STORM_ROUNDS: Final = 4
 STORM_STEP_TOKENS: Final = 64
 STORM_BUSY_TOKENS: Final = 1024
-"""A load is open to the race from when it is scheduled to the end of that step. A prompt of 16 steps beside it makes these
-long enough to hit, and LMCache needs several of them to answer a look-up."""
+"""A load is open to the race from when it is scheduled to the end of that step, and LMCache needs several steps to answer the
+look-up before, more of them on a busy machine. So a prompt of 16 steps computes beside the loads, which makes steps long
+enough to hit, and one load is given up in each of them."""
 
 FORGET_S: Final = 10.0
 

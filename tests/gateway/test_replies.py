@@ -92,7 +92,7 @@ async def test_after_a_reconnect_every_holder_is_asked_to_go_on(replies: Replies
     replies.on_claim(claim("r"))
     replies.on_frames(message([tokens("r", 0, "Par")]))
     bus.take()
-    replies.on_reconnect()
+    replies.ask_holders()
     assert bus.take() == [("holder.1", encode(Notice("r", "c1", From(1))))]
 
 

@@ -242,6 +242,7 @@ async def test_what_lies_in_the_queue_is_what_the_design_says(served: Stack) -> 
         assert job.headers["Nats-Msg-Id"] == tree.pop("id") != "mine"
         assert tree.pop("reply_to").startswith(f"_INBOX.{served.gateway.process}.")
         assert tree.pop("claim_at").startswith(f"_INBOX.{served.gateway.process}.")
+        assert tree.pop("receiver") == f"{served.gateway.process}/{served.gateway.epoch}"
         assert tree == HELLO | {"user": "ada", "seed": 7, "type": "chat", "v": 1, "timeout_ms": 60_000}
         assert job.subject == "requests.in.interactive.ada.ada"
         assert HOLDER.startswith("holder.")

@@ -57,7 +57,18 @@ def test_the_new_name_of_max_tokens_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"x", b"[]", b'{"a":"\xff"}', b'{"temperature":NaN}', b"\xff\x00", b"\x81\x01\x02"]
+    "payload",
+    [
+        b"",
+        b"x",
+        b"[]",
+        b'{"a":"\xff"}',
+        b'{"temperature":NaN}',
+        b"\xff\x00",
+        b"\x81\x01\x02",
+        b'{"a":' * 100_000,
+        b'{"seed": 99999999999999999999999}',
+    ],
 )
 def test_what_is_no_map_is_refused(payload: bytes) -> None:
     with pytest.raises(InvalidField):

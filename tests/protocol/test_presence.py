@@ -81,3 +81,4 @@ def test_the_lives_that_go_on_are_known_across_roles() -> None:
     seen.heard(gateway("7"), 0.5)
     assert seen.epochs(0.5) == {"1", "7"}
     assert seen.epochs(PRESENCE_SILENT_MAX_S + 0.1) == {"7"}
+    assert list(seen.heard_of(("prefill",))) == [("a", "1", 0.0)]

@@ -1,0 +1,93 @@
+"""The gateway's watch over those who work for it, and over itself.
+
+Several times a second it looks whether the holder of each open reply still lives, and gives a dead one's message back, so that
+the next worker has it at once and not only after the lease. After it was away itself, it trusts nothing that it has not heard
+since; and where it was away so long that workers may have dropped its requests, it asks each holder to go on, and ends what
+nobody answers for.
+"""
+
+import asyncio
+from typing import Final
+
+from gateway.replies import Replies, Reply
+from pipeline import outside
+from pipeline.bus.connection import Bus
+from pipeline.bus.errors import Disconnected
+from pipeline.errors import ReplyLost
+from pipeline.limits import RECEIVER_SILENT_MAX_S
+from pipeline.protocol.accuser import Accuser
+from pipeline.protocol.presence import Presences
+from pipeline.telemetry import logs, metrics
+
+PERIOD_S: Final = 0.05
+ANSWER_WITHIN_S: Final = 1.0
+"""For somebody to answer for a reply, after we were away."""
+
+LOST: Final = ReplyLost("The gateway was away, and nobody works on this reply any more: send it again.").body()
+
+log = logs.get("gateway")
+
+
+class Vigil:
+    """One gateway's watch. `presences` are fed by the watcher, frames by `replies`."""
+
+    def __init__(self, bus: Bus, presences: Presences, replies: Replies) -> None:
+        self._bus = bus
+        self._presences = presences
+        self._replies = replies
+        self.accuser = Accuser(outside.monotonic_s())
+        self._silent_from_s: float | None = None
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        self._bus.on_disconnect(self._disconnected)
+        self._bus.on_reconnect(self._reconnected)
+        while True:
+            asked_s = outside.monotonic_s()
+            await asyncio.sleep(PERIOD_S)
+            now_s = outside.monotonic_s()
+            late_s = now_s - asked_s - PERIOD_S
+            self.accuser.woke(late_s, now_s)
+            if late_s > RECEIVER_SILENT_MAX_S:
+                self._was_away(now_s)
+            self.look(now_s)
+
+    def look(self, now_s: float) -> None:
+        """Accuse who is dead, and end what nobody has answered for."""
+        for worker, epoch, heard_s in self._presences.heard_of(("prefill", "decode")):
+            self.accuser.heard(f"holder.{worker}", epoch, heard_s)
+        for reply in self._replies.all():
+            if reply.answer_by_s is not None and now_s > reply.answer_by_s:
+                reply.finish(LOST)
+            self._judge(reply, now_s)
+
+    def _judge(self, reply: Reply, now_s: float) -> None:
+        claim = reply.receiver.arbiter.last
+        if claim is None or not self._bus.connected:
+            return
+        if reply.last_frame_s is not None:
+            self.accuser.heard(claim.holder, claim.epoch, reply.last_frame_s)
+        if self.accuser.accuses(claim, now_s):
+            log.warning("worker_silent", holder=claim.holder, request=reply.request)
+            metrics.ACCUSATIONS.inc()
+            try:
+                self._bus.post(claim.ack, b"-NAK")
+            except Disconnected:
+                log.warning("not_said", subject=claim.ack)
+
+    def _disconnected(self) -> None:
+        self._silent_from_s = outside.monotonic_s()
+
+    def _reconnected(self) -> None:
+        now_s = outside.monotonic_s()
+        self.accuser.distrust_myself(now_s)
+        silent_from_s, self._silent_from_s = self._silent_from_s, None
+        if silent_from_s is not None and now_s - silent_from_s > RECEIVER_SILENT_MAX_S:
+            self._was_away(now_s)
+
+    def _was_away(self, now_s: float) -> None:
+        """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
+        self._replies.ask_holders()
+        for reply in self._replies.all():
+            if reply.published:
+                reply.answer_by_s = now_s + ANSWER_WITHIN_S

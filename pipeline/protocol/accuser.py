@@ -1,0 +1,58 @@
+"""When a receiver may give a message back in the name of a worker that it takes for dead.
+
+A dead worker's message comes back by itself after `ACK_WAIT_S`; a NAK on its behalf brings it back at once. A NAK for a living
+one would restart healthy work, and a paused or overloaded accuser sees everybody dead. So an accusation is right only if
+
+* the accuser trusts itself: it is connected, and its own loop has run on time for as long as the silence has lasted;
+* the worker, in the life that claimed, has been heard neither by presence nor by frames for `ACCUSE_SILENT_S`, or has begun a
+  new life;
+* it names the claim that is the last one, and names it once.
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+from pipeline.limits import ACCUSE_SILENT_S, PRESENCE_PERIOD_S
+from pipeline.protocol.messages import Claim
+
+ACCUSED_REMEMBERED: Final = 4096
+"""Claims that have been accused: more than a gateway has open."""
+
+
+class Accuser:
+    """One receiver's judgement. Times are seconds, monotonic; `worker` is what claims call their holder."""
+
+    def __init__(self, now_s: float) -> None:
+        self._trusted_from_s = now_s
+        self._heard: dict[str, tuple[str, float]] = {}
+        self._accused: OrderedDict[str, None] = OrderedDict()
+
+    def distrust_myself(self, now_s: float) -> None:
+        """I was away, or my connection was: what I have not heard until now proves nothing."""
+        self._trusted_from_s = now_s
+
+    def woke(self, late_s: float, now_s: float) -> None:
+        """My own loop has woken, `late_s` after it should have."""
+        if late_s >= PRESENCE_PERIOD_S:
+            self.distrust_myself(now_s)
+
+    def heard(self, worker: str, epoch: str, now_s: float) -> None:
+        """The worker has said something, in this life."""
+        known = self._heard.get(worker)
+        if known is None or epoch >= known[0]:
+            self._heard[worker] = (epoch, now_s)
+
+    def accuses(self, claim: Claim, now_s: float) -> bool:
+        """Whether to NAK this claim's message now. True once a claim."""
+        if claim.claim in self._accused or not self._is_dead(claim, now_s):
+            return False
+        self._accused[claim.claim] = None
+        if len(self._accused) > ACCUSED_REMEMBERED:
+            self._accused.popitem(last=False)
+        return True
+
+    def _is_dead(self, claim: Claim, now_s: float) -> bool:
+        epoch, heard_s = self._heard.get(claim.holder, (claim.epoch, self._trusted_from_s))
+        if epoch > claim.epoch:
+            return True
+        return now_s - max(heard_s, self._trusted_from_s) > ACCUSE_SILENT_S

@@ -1,0 +1,65 @@
+"""Accusing: the dead once, the living never, and nobody while the accuser cannot trust itself."""
+
+from pipeline.limits import ACCUSE_SILENT_S, PRESENCE_PERIOD_S
+from pipeline.protocol.accuser import ACCUSED_REMEMBERED, Accuser
+from pipeline.protocol.messages import Claim
+
+LATE_S = ACCUSE_SILENT_S + 0.01
+
+
+def claim(name: str = "c", epoch: str = "1") -> Claim:
+    return Claim(request="r", claim=name, epoch=epoch, holder="holder.p", ack="$JS.ACK.x")
+
+
+def test_a_silent_worker_is_accused_once() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    assert not accuser.accuses(claim(), 1.0 + ACCUSE_SILENT_S)
+    assert accuser.accuses(claim(), 1.0 + LATE_S)
+    assert not accuser.accuses(claim(), 1.0 + LATE_S), "once a claim"
+    assert accuser.accuses(claim("d"), 1.0 + LATE_S), "another claim is another message"
+
+
+def test_a_worker_that_speaks_is_not_accused() -> None:
+    accuser = Accuser(0.0)
+    for tick in range(20):
+        accuser.heard("holder.p", "1", tick * 0.2)
+        assert not accuser.accuses(claim(), tick * 0.2 + 0.1)
+
+
+def test_a_worker_in_a_new_life_has_died_in_its_old_one() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "2", 1.0)
+    assert accuser.accuses(claim(epoch="1"), 1.0)
+    assert not accuser.accuses(claim("d", epoch="2"), 1.0)
+    accuser.heard("holder.p", "1", 1.1)
+    assert accuser.accuses(claim("e", epoch="1"), 1.1), "a late word of the old life does not raise the dead"
+
+
+def test_an_accuser_that_was_away_gives_everybody_time_to_be_heard() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 0.0)
+    accuser.woke(PRESENCE_PERIOD_S, 5.0)
+    assert not accuser.accuses(claim(), 5.0 + ACCUSE_SILENT_S - 0.01)
+    assert accuser.accuses(claim(), 5.0 + LATE_S)
+
+
+def test_a_little_lag_does_not_shake_its_trust() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 0.0)
+    accuser.woke(PRESENCE_PERIOD_S / 2, LATE_S)
+    assert accuser.accuses(claim(), LATE_S)
+
+
+def test_a_worker_never_heard_of_is_given_the_same_time() -> None:
+    accuser = Accuser(10.0)
+    assert not accuser.accuses(claim(), 10.1)
+    assert accuser.accuses(claim(), 10.0 + LATE_S)
+
+
+def test_only_so_many_accusations_are_remembered() -> None:
+    accuser = Accuser(0.0)
+    for number in range(ACCUSED_REMEMBERED + 1):
+        assert accuser.accuses(claim(f"{number}"), LATE_S)
+    assert accuser.accuses(claim("0"), LATE_S)
+    assert not accuser.accuses(claim(f"{ACCUSED_REMEMBERED}"), LATE_S)
