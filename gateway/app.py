@@ -33,6 +33,7 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
 from pipeline.errors import CapacityError, OperatorError
+from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.admission import Admission
 from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
@@ -74,8 +75,9 @@ class Gateway:
             },
         )
         self.admission = Admission(config.gateway.in_flight_max)
-        self.replies = Replies(bus, outside.monotonic_s)
-        self.vigil = Vigil(bus, self.presences, self.replies)
+        accuser = Accuser(outside.monotonic_s())
+        self.replies = Replies(bus, accuser, outside.monotonic_s)
+        self.vigil = Vigil(bus, accuser, self.presences, self.replies)
         self.lookout = Lookout(self.presences, outside.monotonic_s)
         self.chat = Chat(
             bus=bus,

@@ -21,6 +21,7 @@ from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import Disconnected
 from pipeline.errors import DeadlineExceeded, ErrorBody
 from pipeline.protocol import subjects
+from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.messages import (
     Answer,
     AnyFrame,
@@ -121,8 +122,9 @@ class Reply:
 class Replies:
     """All replies of this gateway, and the handlers of its two subjects."""
 
-    def __init__(self, bus: Bus, clock: Callable[[], float]) -> None:
+    def __init__(self, bus: Bus, accuser: Accuser, clock: Callable[[], float]) -> None:
         self._bus = bus
+        self._accuser = accuser
         self._clock = clock
         self._open: dict[str, Reply] = {}
         self._whole: dict[str, None] = {}
@@ -185,6 +187,7 @@ class Replies:
         except msgspec.DecodeError as error:
             log.warning("claim_unreadable", subject=message.subject, error=str(error))
             return
+        self._accuser.heard(claim.holder, claim.epoch, self._clock())
         reply = self._open.get(claim.request)
         if reply is not None:
             reply.answer_by_s = None

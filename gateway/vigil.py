@@ -29,13 +29,13 @@ log = logs.get("gateway")
 
 
 class Vigil:
-    """One gateway's watch. `presences` are fed by the watcher, frames by `replies`."""
+    """One gateway's watch. `presences` are fed by the watcher, frames and claims by `replies`."""
 
-    def __init__(self, bus: Bus, presences: Presences, replies: Replies) -> None:
+    def __init__(self, bus: Bus, accuser: Accuser, presences: Presences, replies: Replies) -> None:
         self._bus = bus
         self._presences = presences
         self._replies = replies
-        self.accuser = Accuser(outside.monotonic_s())
+        self.accuser = accuser
         self._silent_from_s: float | None = None
 
     async def run(self) -> None:

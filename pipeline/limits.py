@@ -35,6 +35,9 @@ PRESENCE_SILENT_MAX_S: Final = 0.8
 ACCUSE_SILENT_S: Final = 0.4
 """Two presence periods without a word or a frame: a worker is taken for dead, by an accuser that trusts itself."""
 
+ACCUSE_SILENT_MAX_S: Final = 1.6
+"""Patience with a worker that was accused wrongly. Beyond `ACK_WAIT_S` the broker has brought the message back anyway."""
+
 RECEIVER_SILENT_MAX_S: Final = 2.0
 """Ten periods without a word: a receiver is taken for gone, and its requests are dropped. Longer than any broker's restart."""
 
@@ -76,3 +79,40 @@ DELIVERIES_MAX: Final = 1000
 
 DRAIN_S: Final = 20.0
 """A worker that is told to stop gives its running requests this long, then lets go of them."""
+
+LEASE_SPARE_S: Final = 2.0
+"""A lease is kept this long beyond the time in which a request's end is told, for its ack. Then its holder is stuck."""
+
+LOOP_BEAT_S: Final = 0.25
+"""A worker's loop says this often, to the thread that keeps its leases, that it turns."""
+
+LOOP_SILENT_MAX_S: Final = 5.0
+"""A loop that has not turned for this long is taken for dead, and its leases lapse. No work of ours blocks it for a second."""
+
+EXPIRED_AFTER_S: Final = 10.0
+"""From a request's deadline until the DLQ keeper takes it for dead. A worker tells the end for 5 s and keeps its lease for
+`LEASE_SPARE_S` and one `ack_wait` more; and it is well under the 30 s between the longest deadline and a stream's `max_age`."""
+
+SCAN_PERIOD_S: Final = 2.0
+"""Between two scans of a REQUESTS stream for what has aged out."""
+
+SCAN_READS_MAX: Final = 2000
+"""Messages that a scan reads, at 0.2 ms each. What a healthy fleet serves within `EXPIRED_AFTER_S` is never read."""
+
+AGES_MAX: Final = 200_000
+"""Messages a scan remembers the deadlines of: all that a REQUESTS stream may hold, at 100 bytes each."""
+
+KEEPER_ITEMS_MAX: Final = 64
+"""Dead requests that a keeper deals with at a time: each waits for its receiver, and may be of 1 MB."""
+
+KEEPER_ITEM_S: Final = 8.0
+"""What a keeper gives one item before it gives it back: under the item's `ack_wait` of 10 s, so that no two keepers have it."""
+
+KEEPER_ANSWER_S: Final = 1.5
+"""What a receiver gets to answer a keeper's claim or error frame: seven repetitions."""
+
+KEEPER_RETRY_S: Final = 2.0
+"""Before an item is tried again: nobody has answered, or the broker was away."""
+
+KEEPER_TRIES_MAX: Final = 50
+"""Tries of one item, ten in the worst minute. Then something about it is broken, and only `max_age` ends it."""

@@ -4,19 +4,32 @@ A dead worker's message comes back by itself after `ACK_WAIT_S`; a NAK on its be
 one would restart healthy work, and a paused or overloaded accuser sees everybody dead. So an accusation is right only if
 
 * the accuser trusts itself: it is connected, and its own loop has run on time for as long as the silence has lasted;
-* the worker, in the life that claimed, has been heard neither by presence nor by frames for `ACCUSE_SILENT_S`, or has begun a
-  new life;
+* the worker, in the life that claimed, has been heard neither by presence nor by frames nor by claims for as long as patience
+  with it lasts, or has begun a new life;
 * it names the claim that is the last one, and names it once.
+
+Patience begins at `ACCUSE_SILENT_S`. A worker that speaks again in the life for which it was accused was only slow, as
+everything is on an overloaded machine, where restarting its work would add to the load: patience with it doubles, up to where the
+broker brings the message back anyway.
 """
 
 from collections import OrderedDict
 from typing import Final
 
-from pipeline.limits import ACCUSE_SILENT_S, PRESENCE_PERIOD_S
+import msgspec
+
+from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, PRESENCE_PERIOD_S
 from pipeline.protocol.messages import Claim
 
 ACCUSED_REMEMBERED: Final = 4096
 """Claims that have been accused: more than a gateway has open."""
+
+
+class _Known(msgspec.Struct):
+    epoch: str
+    heard_s: float
+    patience_s: float = ACCUSE_SILENT_S
+    accused: bool = False
 
 
 class Accuser:
@@ -24,7 +37,7 @@ class Accuser:
 
     def __init__(self, now_s: float) -> None:
         self._trusted_from_s = now_s
-        self._heard: dict[str, tuple[str, float]] = {}
+        self._known: dict[str, _Known] = {}
         self._accused: OrderedDict[str, None] = OrderedDict()
 
     def distrust_myself(self, now_s: float) -> None:
@@ -36,11 +49,16 @@ class Accuser:
         if late_s >= PRESENCE_PERIOD_S:
             self.distrust_myself(now_s)
 
-    def heard(self, worker: str, epoch: str, now_s: float) -> None:
+    def heard(self, worker: str, epoch: str, at_s: float) -> None:
         """The worker has said something, in this life."""
-        known = self._heard.get(worker)
-        if known is None or epoch >= known[0]:
-            self._heard[worker] = (epoch, now_s)
+        known = self._known.get(worker)
+        if known is None or epoch > known.epoch:
+            self._known[worker] = _Known(epoch, at_s)
+        elif epoch == known.epoch and at_s > known.heard_s:
+            known.heard_s = at_s
+            if known.accused:
+                known.accused = False
+                known.patience_s = min(2 * known.patience_s, ACCUSE_SILENT_MAX_S)
 
     def accuses(self, claim: Claim, now_s: float) -> bool:
         """Whether to NAK this claim's message now. True once a claim."""
@@ -52,7 +70,9 @@ class Accuser:
         return True
 
     def _is_dead(self, claim: Claim, now_s: float) -> bool:
-        epoch, heard_s = self._heard.get(claim.holder, (claim.epoch, self._trusted_from_s))
-        if epoch > claim.epoch:
+        known = self._known.setdefault(claim.holder, _Known(claim.epoch, self._trusted_from_s))
+        if known.epoch > claim.epoch:
             return True
-        return now_s - max(heard_s, self._trusted_from_s) > ACCUSE_SILENT_S
+        dead = now_s - max(known.heard_s, self._trusted_from_s) > known.patience_s
+        known.accused |= dead
+        return dead

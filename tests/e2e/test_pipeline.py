@@ -177,15 +177,15 @@ def test_without_max_tokens_the_operators_default_applies(running: Running) -> N
 
 
 def test_the_second_chat_of_a_creator_finds_its_persona_cached(running: Running) -> None:
-    def chat() -> dict[str, Any]:
+    def chat() -> tuple[int, int]:
         said = running.run("chat", "Hello!", "--creator", "ada", "--system", SYSTEM, "--max-tokens", "8", "--json")
-        usage: dict[str, Any] = json.loads(said.splitlines()[-1])
-        return usage
+        usage = json.loads(said.splitlines()[-1])["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
-    first, second = chat(), chat()
-    assert first["prompt_tokens"] > 600
-    assert first["cached_tokens"] == 0
-    assert second["cached_tokens"] == loadable(second["prompt_tokens"])
+    (prompt, first), (again, second) = chat(), chat()
+    assert prompt == again > 600
+    assert first == 0
+    assert second == loadable(prompt)
 
 
 def test_bench_prints_one_json_object(running: Running) -> None:

@@ -10,6 +10,7 @@ from gateway.replies import Replies
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import Disconnected
 from pipeline.errors import EngineFailed
+from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.messages import (
     Cancel,
     Claim,
@@ -51,7 +52,7 @@ def bus() -> Posted:
 
 @pytest.fixture
 async def replies(bus: Posted) -> Replies:
-    return Replies(cast("Bus", bus), anyio.current_time)
+    return Replies(cast("Bus", bus), Accuser(0.0), anyio.current_time)
 
 
 def message(data: Any, reply: str = "") -> Message:

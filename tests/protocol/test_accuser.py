@@ -1,6 +1,6 @@
 """Accusing: the dead once, the living never, and nobody while the accuser cannot trust itself."""
 
-from pipeline.limits import ACCUSE_SILENT_S, PRESENCE_PERIOD_S
+from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, PRESENCE_PERIOD_S
 from pipeline.protocol.accuser import ACCUSED_REMEMBERED, Accuser
 from pipeline.protocol.messages import Claim
 
@@ -25,6 +25,28 @@ def test_a_worker_that_speaks_is_not_accused() -> None:
     for tick in range(20):
         accuser.heard("holder.p", "1", tick * 0.2)
         assert not accuser.accuses(claim(), tick * 0.2 + 0.1)
+
+
+def test_patience_doubles_with_a_worker_that_was_only_slow_up_to_a_bound() -> None:
+    accuser = Accuser(0.0)
+    now_s, patience_s = 1.0, ACCUSE_SILENT_S
+    for number in range(5):
+        accuser.heard("holder.p", "1", now_s)
+        assert not accuser.accuses(claim(f"{number}"), now_s + patience_s - 0.01)
+        now_s += patience_s + 0.01
+        assert accuser.accuses(claim(f"{number}"), now_s)
+        patience_s = min(2 * patience_s, ACCUSE_SILENT_MAX_S)
+        now_s += 1.0
+    accuser.heard("holder.p", "2", now_s)
+    assert accuser.accuses(claim("new", epoch="2"), now_s + LATE_S), "a new life has a clean record"
+
+
+def test_the_same_word_told_again_is_no_sign_of_life() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    assert accuser.accuses(claim(), 1.0 + LATE_S)
+    accuser.heard("holder.p", "1", 1.0)
+    assert accuser.accuses(claim("d"), 1.0 + LATE_S)
 
 
 def test_a_worker_in_a_new_life_has_died_in_its_old_one() -> None:
