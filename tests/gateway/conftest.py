@@ -13,8 +13,8 @@ from tests.nats_server import NatsServer
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> Any:
-    """The loop that `serve` runs on."""
-    return ("asyncio", {"use_uvloop": True})
+    """asyncio's own loop: closing uvloop's never ends where a test that failed has left a server open."""
+    return ("asyncio", {"use_uvloop": False})
 
 
 @pytest.fixture(scope="session")
