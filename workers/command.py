@@ -1,9 +1,9 @@
-"""The commands that the workers' side offers: `headrace worker` and `headrace up`.
+"""The commands that the workers' side offers: `headrace worker`, `headrace keeper` and `headrace up`.
 
 Everything heavy is imported inside the commands: vLLM takes seconds, and must not be imported before its environment is set.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -44,16 +44,13 @@ def worker(
 
     Example: headrace worker prefill --id prefill-1
     """
-    import os
-    import socket
-
     import anyio
 
     from pipeline.telemetry import logs
     from workers.supervisor import plan
 
     chosen = plan.chosen(configuration(config), plan.Options(engine=engine, model=model))
-    name = worker_id or f"{role}-{socket.gethostname().split('.')[0]}-{os.getpid()}"
+    name = worker_id or _name(role)
     logs.configure(name)
     _serve_metrics(metrics_port)
     model_path = _prepared(chosen, role)
@@ -61,6 +58,36 @@ def worker(
     from workers.runtime import run_worker
 
     anyio.run(run_worker, chosen, role, name, model_path, backend_options={"use_uvloop": True})
+    if chosen.engine == "vllm":
+        _leave()
+
+
+def keeper(
+    *,
+    keeper_id: Annotated[
+        str | None,
+        typer.Option("--id", help="Its name in the fleet. Default: keeper, host and process id.", show_default=False),
+    ] = None,
+    metrics_port: Annotated[int, typer.Option("--metrics-port", min=0, max=65535, help="0: no metrics.")] = 0,
+    config: ConfigOption = None,
+) -> None:
+    """Run a keeper: it ends what no worker can end.
+
+    Requests that ran out of time in the queue, or of deliveries: their receivers are told, and a copy of each is kept
+    (see headrace dlq). Several may run.
+
+    Example: headrace keeper --id keeper-1
+    """
+    import anyio
+
+    from pipeline.telemetry import logs
+
+    chosen, name = configuration(config), keeper_id or _name("keeper")
+    logs.configure(name)
+
+    from workers.keeper import run_keeper
+
+    anyio.run(run_keeper, chosen, name, metrics_port)
 
 
 def up(
@@ -87,6 +114,24 @@ def up(
 
     options = plan.Options(engine=engine, prefill=prefill, decode=decode, port=port, model=model)
     supervisor.up(config or require(LOCAL_CONFIG), options, ask)
+
+
+def _name(role: str) -> str:
+    """A name that no other process of the fleet has."""
+    import os
+    import socket
+
+    return f"{role}-{socket.gethostname().split('.')[0]}-{os.getpid()}"
+
+
+def _leave() -> NoReturn:
+    """End at once and well. The engine is closed, and what Python would still do, taking torch and vLLM apart, takes seconds."""
+    import os
+    import sys
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _serve_metrics(port: int) -> None:

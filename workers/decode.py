@@ -38,7 +38,7 @@ from workers.decode_job import DecodeJob, Desk
 from workers.engines.port import Engine
 from workers.frames import FrameSender
 from workers.identity import Identity
-from workers.leases import LeaseKeeper
+from workers.leases import LeaseKeeper, Leases
 from workers.pool import Pool
 from workers.starts import Starts
 
@@ -60,7 +60,16 @@ _REFUSALS: Final[dict[Consumption, HandoffAnswer]] = {
 class DecodeWorker:
     """One engine's decode loop."""
 
-    def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity, presences: Presences) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        engine: Engine,
+        config: Config,
+        me: Identity,
+        presences: Presences,
+        leases: Leases | None = None,
+    ) -> None:
+        """`leases`: kept elsewhere than on this event loop."""
         self.bus, self.engine, self.config, self.me = bus, engine, config, me
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
@@ -70,7 +79,7 @@ class DecodeWorker:
             engine=engine,
             me=me,
             ledger=self.ledger,
-            leases=LeaseKeeper(bus, self.clock),
+            leases=leases or LeaseKeeper(bus, self.clock),
             frames=FrameSender(bus),
             starts=Starts(bus, me.epoch),
             publish=self._publish,

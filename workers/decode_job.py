@@ -6,7 +6,9 @@ from contextlib import aclosing
 import msgspec
 
 from pipeline import outside
+from pipeline.bus import acks
 from pipeline.bus.connection import Bus
+from pipeline.limits import LEASE_SPARE_S
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import (
     Done,
@@ -29,8 +31,8 @@ from workers.engines.port import Engine, FinishReason, Step
 from workers.frames import FrameSender
 from workers.holding import EVENT_OF, Holding
 from workers.identity import Identity, new_claim
-from workers.jobs import Job
-from workers.leases import LeaseKeeper
+from workers.jobs import TELLING_GRACE_S, Job
+from workers.leases import Leases
 from workers.starts import Starts
 
 
@@ -41,7 +43,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     engine: Engine
     me: Identity
     ledger: Ledger
-    leases: LeaseKeeper
+    leases: Leases
     frames: FrameSender
     starts: Starts
     publish: Callable[[Verdicts], None]
@@ -134,7 +136,7 @@ class DecodeJob(Job):
         self.happen(EVENT_OF[type(answer)])
 
     async def _accept(self) -> None:
-        self._lease = self.desk.leases.hold(self.handoff.ack, lambda: self.happen(Event.DOUBT))
+        self._hold()
         if self._message.delivered > 1:
             await self.desk.starts.record(self._message)
             self._counted = True
@@ -181,7 +183,14 @@ class DecodeJob(Job):
     async def _let_frames_go(self) -> None:
         """The receiver drops what it has, so all of them may go again: which ones got through before the doubt is not known."""
         self._frames_held = False
+        await acks.in_progress_unconfirmed(self.desk.bus, self.handoff.ack)
+        self._hold()
         self.resend(0)
+
+    def _hold(self) -> None:
+        """Keep the lease: from acceptance on, and anew once the receiver has confirmed the claim after a doubt."""
+        until_s = max(self.deadline_s, self.began_s) + TELLING_GRACE_S + LEASE_SPARE_S
+        self._lease = self.desk.leases.hold(self.handoff.ack, lambda: self.happen(Event.DOUBT), until_s)
 
     async def _tell(self) -> None:
         await self.desk.frames.flush()

@@ -96,14 +96,19 @@ class Job(ABC):
     async def _next(self) -> Event:
         """The next event. Past the deadline that is DEADLINE, and UNHEARD once the end has been told for long enough."""
         while not self._events:
-            grace_s = TELLING_GRACE_S if self.stage is Stage.ENDING else 0.0
-            left_s = self.deadline_s + grace_s - self._clock()
+            left_s = self._until_s() - self._clock()
             self._wake = anyio.Event()
             with anyio.move_on_after(max(0.0, left_s)) as timer:
                 await self._wake.wait()
             if timer.cancelled_caught:
                 return self._too_late()
         return self._events.pop(0)
+
+    def _until_s(self) -> float:
+        """When the next event is overdue. Telling the end gets its time also where the deadline had passed before we began."""
+        if self.stage is Stage.ENDING:
+            return max(self.deadline_s, self.began_s) + TELLING_GRACE_S
+        return self.deadline_s
 
     def check_deadline(self) -> None:
         """Before work that would come too late. Raises `DeadlineExceeded`."""

@@ -44,9 +44,18 @@ class Pool(Generic[J]):
             await anyio.sleep(PRESENCE_PERIOD_S)
             now_s = outside.monotonic_s()
             for job in self._jobs.values():
-                since_s = max(self._connected_s, job.began_s)
-                if job.holding.receiver and self._presences.abandoned(job.holding.receiver, since_s, now_s):
-                    job.happen(Event.GONE)
+                self._watch(job, now_s)
+
+    def _watch(self, job: J, now_s: float) -> None:
+        receiver, since_s = job.holding.receiver, max(self._connected_s, job.began_s)
+        if receiver and self._presences.abandoned(receiver, since_s, now_s):
+            self._presences.give_up(receiver, now_s)
+        if self._given_up(job):
+            job.happen(Event.GONE)
+
+    def _given_up(self, job: J) -> bool:
+        receiver = job.holding.receiver
+        return receiver is not None and self._presences.given_up(receiver, self._connected_s)
 
     def _reconnected(self) -> None:
         self._connected_s = outside.monotonic_s()
@@ -55,6 +64,8 @@ class Pool(Generic[J]):
         """Run a job until its machine has ended."""
         if subjects.token(job.holding.request) in self._cancelled:
             job.happen(Event.CANCELLED)
+        elif self._given_up(job):
+            job.happen(Event.GONE)
         self._jobs[key] = job
         tasks.start_soon(self._run, key, job)
 

@@ -29,7 +29,7 @@ from pipeline.protocol.subjects import CLASSES, Shard
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine
 from workers.identity import Identity
-from workers.leases import LeaseKeeper
+from workers.leases import LeaseKeeper, Leases
 from workers.pool import Pool
 from workers.prefill_job import Desk, PrefillJob
 from workers.starts import Starts
@@ -49,7 +49,16 @@ OUTCOMES: Final[dict[Event | None, str]] = {
 class PrefillWorker:
     """One engine's prefill loop: offers slots, and runs a job for each request that takes one."""
 
-    def __init__(self, bus: Bus, engine: Engine, config: Config, me: Identity, presences: Presences) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        engine: Engine,
+        config: Config,
+        me: Identity,
+        presences: Presences,
+        leases: Leases | None = None,
+    ) -> None:
+        """`leases`: kept elsewhere than on this event loop."""
         self.bus, self.engine, self.config, self.me, self.presences = bus, engine, config, me, presences
         self.clock: Callable[[], float] = outside.monotonic_s
         self.slots = Slots(config.prefill.slots)
@@ -63,7 +72,7 @@ class PrefillWorker:
             rules=Rules(
                 reply_subjects=config.requests.reply_subjects, timeout_max_s=dict(config.requests.timeout_max_s)
             ),
-            leases=LeaseKeeper(bus, self.clock),
+            leases=leases or LeaseKeeper(bus, self.clock),
             verdicts_at=bus.inbox(),
             starts=Starts(bus, me.epoch),
             decoders=self.decoders,

@@ -13,9 +13,9 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError, Unanswered
 from pipeline.bus.puller import Delivery
 from pipeline.config import Config
-from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, ReplyError, RequestError
-from pipeline.limits import HANDOFF_TIMEOUT_S, SECOND_ASK_AFTER_S
-from pipeline.protocol import intake, subjects
+from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, RequestError
+from pipeline.limits import HANDOFF_TIMEOUT_S, LEASE_SPARE_S, SECOND_ASK_AFTER_S
+from pipeline.protocol import dead_letters, intake, subjects
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
 from pipeline.protocol.credits import Asking, Send
 from pipeline.protocol.intake import Intake, Rules
@@ -35,11 +35,12 @@ from pipeline.protocol.presence import Receiver
 from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefill
 from pipeline.protocol.resume import check_resumable
 from pipeline.telemetry import metrics
+from workers.dead_letters import keep
 from workers.engines.port import Engine, Prefilled
 from workers.holding import EVENT_OF, Holding
 from workers.identity import Identity, new_claim
-from workers.jobs import Job
-from workers.leases import LeaseKeeper
+from workers.jobs import TELLING_GRACE_S, Job
+from workers.leases import Leases
 from workers.starts import Starts
 
 HANDOFF_TRIES: Final = 5
@@ -56,7 +57,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     config: Config
     me: Identity
     rules: Rules
-    leases: LeaseKeeper
+    leases: Leases
     verdicts_at: str
     starts: Starts
     decoders: Callable[[], list[Presence]]
@@ -94,8 +95,9 @@ class PrefillJob(Job):
         self._prefilled: Prefilled | None = None
         self._weight = 0
         self._counted = False
-        self._lease = desk.leases.hold(delivery.ack, lambda: self.happen(Event.DOUBT))
         super().__init__(self._deadline_s(), desk.clock)
+        until_s = max(self.deadline_s, self.began_s) + TELLING_GRACE_S + LEASE_SPARE_S
+        self._lease = desk.leases.hold(delivery.ack, lambda: self.happen(Event.DOUBT), until_s)
         self.happen(Event.DELIVERED_AGAIN if self.again else Event.DELIVERED)
 
     @property
@@ -299,17 +301,9 @@ class PrefillJob(Job):
     async def _dead_letter(self) -> None:
         """Keep a copy, with the reason, of what will not be tried again."""
         reason = "poison" if isinstance(self.error, Poisoned) else "malformed"
-        metrics.DEAD_LETTERS.labels(reason=reason).inc()
-        headers = {**(self.delivery.headers or {}), "Headrace-Reason": _header_text(self.error)}
-        headers = {name: value for name, value in headers.items() if not name.lower().startswith("nats-")}
+        letter = dead_letters.write(reason, self.delivery.subject, self.ack, self.error)
         try:
-            await self.desk.bus.store(
-                subjects.dead_letter(reason, self.stored.shard.klass),
-                self.delivery.data,
-                msg_id=outside.token(16),
-                timeout_s=HANDOFF_TIMEOUT_S,
-                headers=headers,
-            )
+            await keep(self.desk.bus, letter, self.delivery.data, self.delivery.headers)
         except CapacityError:
             # Without its copy the message must not be acked: it comes again.
             self.happen(Event.DOUBT)
@@ -327,9 +321,3 @@ class PrefillJob(Job):
         except RequestError:
             unix_s = self.ack.stored_at_s + self.desk.rules.timeout_max_s[self.stored.shard.klass]
         return self.desk.clock() + unix_s - outside.unix_s()
-
-
-def _header_text(error: ReplyError) -> str:
-    """An error as one header line. `param` says which field is to blame."""
-    text = f"{error.param}: {error.message}" if isinstance(error, RequestError) and error.param else error.message
-    return " ".join(text.split())[:512]

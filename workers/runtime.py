@@ -1,6 +1,6 @@
 """One worker process: its connection, its engine, its loop, and how they start and end.
 
-    connect ─► start and warm up the engine ─► check the streams ─► loop and presence ─► SIGTERM ─► drain ─► close
+    connect ─► check the streams ─► start and warm up the engine ─► loop, leases and presence ─► SIGTERM ─► drain ─► close
 
 It ends with an error when its engine dies: whoever supervises it starts a new one, in a new epoch.
 """
@@ -19,14 +19,16 @@ from pipeline.bus import streams
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
-from pipeline.errors import OperatorError
+from pipeline.errors import EngineDead, OperatorError
 from pipeline.limits import DRAIN_S
 from pipeline.paths import JETSTREAM
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.subjects import CLASSES
 from pipeline.telemetry import metrics
 from workers.decode import DecodeWorker
 from workers.engines.port import Engine
 from workers.identity import new_identity
+from workers.lease_thread import LeaseThread, lease_thread
 from workers.prefill import PrefillWorker
 
 Role = Literal["prefill", "decode"]
@@ -72,6 +74,7 @@ class _Process:
         self.loop: Loop | None = None
         self._draining = False
         self._announcer: Announcer
+        self._leases: LeaseThread
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -80,19 +83,22 @@ class _Process:
             async with await Bus.connect(
                 self.config.nats.url, self.worker_id, self.config.nats.connect_timeout_s
             ) as bus:
-                await self._check_streams(bus)
+                check_shards(self.config, await check_streams(bus, self.config.nats.url))
                 began_s = time.monotonic()
                 await self.engine.start()
                 await self.engine.warm_up()
                 log.info("engine ready", seconds=round(time.monotonic() - began_s, 1), **_said(self.engine))
-                await self._serve(bus)
+                async with lease_thread(
+                    self.config.nats.url, self.worker_id, self.config.nats.connect_timeout_s
+                ) as self._leases:
+                    await self._serve(bus)
 
     async def _serve(self, bus: Bus) -> None:
         me, presences = new_identity(self.worker_id), Presences()
         self.loop = loop = (
-            PrefillWorker(bus, self.engine, self.config, me, presences)
+            PrefillWorker(bus, self.engine, self.config, me, presences, self._leases)
             if self.role == "prefill"
-            else DecodeWorker(bus, self.engine, self.config, me, presences)
+            else DecodeWorker(bus, self.engine, self.config, me, presences, self._leases)
         )
         self._tasks.start_soon(self._watch_engine)
         self._tasks.start_soon(_measure_lag)
@@ -107,15 +113,6 @@ class _Process:
             with anyio.CancelScope(shield=True):
                 await self._announcer.stop()
                 await watcher.stop()
-
-    async def _check_streams(self, bus: Bus) -> None:
-        """A worker on streams that are not as declared would lose or misplace requests."""
-        differences = await streams.diff(bus, streams.declared(JETSTREAM))
-        if differences:
-            raise OperatorError(
-                f"The streams on {self.config.nats.url} are not as declared: {'; '.join(map(str, differences[:3]))}.",
-                "Run `headrace streams apply`.",
-            )
 
     async def _obey_signals(self) -> None:
         """The first signal drains, a second one ends at once."""
@@ -139,10 +136,36 @@ class _Process:
         self._tasks.cancel_scope.cancel()
 
     async def _watch_engine(self) -> None:
-        """`check` raises `EngineDead`, which ends the process."""
+        """`check` raises `EngineDead`, which ends the process; its leases do not wait for that."""
         while True:
             await anyio.sleep(HEALTH_PERIOD_S)
-            await self.engine.check()
+            try:
+                await self.engine.check()
+            except EngineDead:
+                self._leases.engine_failed()
+                raise
+
+
+async def check_streams(bus: Bus, url: str) -> streams.Declared:
+    """On streams that are not as declared requests would be lost or misplaced. Raises `OperatorError`."""
+    declared = streams.declared(JETSTREAM)
+    differences = await streams.diff(bus, declared)
+    if differences:
+        raise OperatorError(
+            f"The streams on {url} are not as declared: {'; '.join(map(str, differences[:3]))}.",
+            "Run `headrace streams apply`.",
+        )
+    return declared
+
+
+def check_shards(config: Config, declared: streams.Declared) -> None:
+    """Shards that nobody pulls would starve. Raises `OperatorError`."""
+    for klass in CLASSES:
+        if (there := streams.shards_of(declared, klass)) != config.requests.shards:
+            raise OperatorError(
+                f"requests.shards is {config.requests.shards}, but the stream of class {klass} has {there} partitions.",
+                "Make the two equal: in the configuration, or in configs/jetstream.",
+            )
 
 
 async def _measure_lag() -> None:

@@ -13,12 +13,13 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from pipeline.cli import OPERATOR_EXIT, bench, chat, streams
+from pipeline.cli import OPERATOR_EXIT, bench, chaos, chat, dlq, streams
+from pipeline.cli import credits as books
 from pipeline.errors import OperatorError
 
 GROUP: Final = "headrace.commands"
 
-ORDER: Final = ("up", "chat", "bench", "gateway", "worker", "streams")
+ORDER: Final = ("up", "chat", "bench", "gateway", "worker", "keeper", "streams", "credits", "dlq")
 """Commands in the help, the first to use first. Others follow."""
 
 HELP: Final = """LLM serving with prefill and decode in two pools of vLLM workers, joined by NATS queues and block credits.
@@ -39,6 +40,7 @@ Each process also runs alone, on any host that reaches the broker:
   headrace streams apply
   headrace worker prefill
   headrace worker decode
+  headrace keeper
   headrace gateway
 
 Every entry of the configuration may be set by a variable: HEADRACE__GATEWAY__PORT=8080 for gateway.port.
@@ -70,6 +72,9 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "chat", chat.chat
     yield "bench", bench.bench
     yield "streams", streams.app
+    yield "credits", books.show
+    yield "dlq", dlq.app
+    yield "chaos", chaos.chaos
     for entry in importlib.metadata.entry_points(group=GROUP):
         yield entry.name, entry.load()
 

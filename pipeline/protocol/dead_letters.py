@@ -145,8 +145,9 @@ class Copy(msgspec.Struct, frozen=True):
 def copies(letter: Letter, data: bytes, headers: Mapping[str, str] | None) -> Iterator[Copy]:
     """What to store, until one is small enough: the request as it was, deflated, or without its body. The last one always is."""
     own = own_headers(headers)
-    yield _copy(letter, "whole", own, data)
-    yield _copy(letter, "deflated", own, zlib.compress(data))
+    if letter.body != "missing":
+        yield _copy(letter, "whole", own, data)
+        yield _copy(letter, "deflated", own, zlib.compress(data))
     yield _copy(letter, "missing", {}, b"")
 
 
@@ -214,6 +215,11 @@ def replay(letter: Letter, data: bytes, headers: Mapping[str, str], reply_to: st
     if reply_to is not None:
         body, own = _readdressed(body, own, reply_to)
     return Replay(request_in(request.shard.klass, request.affinity, request.creator), body, own)
+
+
+def replay_id(sequence: int, stored_at_s: float) -> str:
+    """The message id of a replay: new to the request's stream, and the same when the replay of this dead letter is repeated."""
+    return f"replay-{sequence}-{round(stored_at_s * 1000)}"
 
 
 def _readdressed(body: bytes, headers: dict[str, str], reply_to: str) -> tuple[bytes, dict[str, str]]:
@@ -294,7 +300,7 @@ class Judgement(Enum):
     """No answer. It may come yet."""
 
 
-JUDGEMENTS: Final[dict[type[Answer], Judgement]] = {
+JUDGEMENTS: Final[dict[type[Answer | None], Judgement]] = {
     Go: Judgement.BURY,
     Gone: Judgement.BURY_UNHEARD,
     Whole: Judgement.REMOVE,
@@ -306,10 +312,9 @@ UNANSWERED_TRIES: Final = 3
 
 
 def judge(answer: Answer | None, tries: int) -> Judgement:
-    """`tries` of this item there have been, this one with it. No answer is None."""
-    if answer is None:
-        return Judgement.ASK_AGAIN if tries < UNANSWERED_TRIES else Judgement.BURY_UNHEARD
-    return JUDGEMENTS[type(answer)]
+    """`tries` of this item there have been, this one with it. No answer is None, and nonsense is none."""
+    unanswered = Judgement.ASK_AGAIN if tries < UNANSWERED_TRIES else Judgement.BURY_UNHEARD
+    return JUDGEMENTS.get(type(answer), unanswered)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -4,13 +4,17 @@ A process says that it lives every `PRESENCE_PERIOD_S`. It counts as live until 
 epoch replaces an older one at once; a word of an older epoch than the one known is a late message and changes nothing.
 """
 
+import math
 from collections.abc import Collection, Iterator
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
 from pipeline.limits import PRESENCE_SILENT_MAX_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.messages import Presence
+
+GIVEN_UP_MAX: Final = 256
+"""Dead receivers remembered: more lives of gateways than end within the time that their requests may lie in the queue."""
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -31,6 +35,7 @@ class Presences:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], tuple[Presence, float]] = {}
+        self._given_up: dict[Receiver, float] = {}
 
     def heard(self, presence: Presence, now_s: float) -> None:
         """A process has said that it lives. Epochs order as text: they begin with their start time."""
@@ -73,6 +78,24 @@ class Presences:
             return True
         heard_s = known[1] if known is not None else since_s
         return now_s - max(heard_s, since_s) > RECEIVER_SILENT_MAX_S
+
+    def give_up(self, receiver: Receiver, now_s: float) -> None:
+        """One of its requests has been dropped, because it is abandoned."""
+        self._given_up.pop(receiver, None)
+        self._given_up[receiver] = now_s
+        if len(self._given_up) > GIVEN_UP_MAX:
+            del self._given_up[next(iter(self._given_up))]
+
+    def given_up(self, receiver: Receiver, connected_s: float) -> bool:
+        """Whether that holds for its later requests: it has not been heard since, and our connection has lasted.
+
+        So the wait for a dead receiver is spent once. Were it spent on each request that it has left in the queue, they would
+        keep every slot from the living for as long.
+        """
+        given_up_s = self._given_up.get(receiver, -math.inf)
+        known = self._seen.get(("gateway", receiver.id))
+        heard_s = known[1] if known is not None and known[0].epoch == receiver.epoch else -math.inf
+        return given_up_s > max(heard_s, connected_s)
 
     def forget_silent(self, now_s: float, after_s: float = 60.0) -> None:
         """Drop what has been silent so long that nobody asks for it any more."""

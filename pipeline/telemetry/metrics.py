@@ -25,7 +25,7 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "headrace_slots": {"state": ("busy", "free")},
     "headrace_deliveries": {"kind": ("first", "again", "surplus")},
-    "headrace_dead_letters": {"reason": ("malformed", "poison", "exhausted", "expired")},
+    "headrace_dead_letters": {"reason": ("malformed", "poison", "exhausted", "expired", "terminated")},
     "headrace_decodes": {
         "outcome": ("whole", "failed", "expired", "cancelled", "gone", "fenced", "refused", "lost"),
     },

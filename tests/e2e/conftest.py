@@ -20,6 +20,7 @@ import pytest
 from pipeline import config as configuration
 from pipeline.config import Config
 from tests.e2e.engines import Reply
+from tests.e2e.running import Running, await_ready
 from workers.engines import launch
 
 ROOT = Path(__file__).parents[2]
@@ -115,3 +116,28 @@ def reference_replies(engines: Engines, model_path: str, tmp_path_factory: pytes
     path = tmp_path_factory.mktemp("reference") / "headrace.toml"
     path.write_text(ENGINES)
     return msgspec.json.decode(engines("reference", model_path, str(path), timeout_s=300), type=list[Reply])
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Running]:
+    """`headrace up`, ready. At its end nothing is left: no process, no shared memory."""
+    folder = tmp_path_factory.mktemp("up")
+    config, log = folder / "headrace.toml", folder / "up.log"
+    ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
+    config.write_text(f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n[up]\nstate_dir = '{folder}'\n")
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), "--model", model_path],
+            cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
+        )  # fmt: skip
+    try:
+        running = await_ready(process, folder / "last.json", log)
+        yield running
+        pids = running.pids
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, log.read_text()[-3000:]
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        assert not list(Path("/dev/shm").glob(f"*-{process.pid}")), "its KV segment has its process id in its name"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -6,100 +6,30 @@ It is started once. Float32, as everywhere where replies are compared token by t
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 import nats
 import openai
 import pytest
 
 from pipeline.protocol import subjects
-from tests.e2e.conftest import ENGINES, ROOT
+from tests.e2e.conftest import ROOT
 from tests.e2e.engines import Reply
 from tests.e2e.prompts import PROMPTS, loadable
+from tests.e2e.running import Running
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.anyio]  # a fixture's start counts to the first test that uses it
 
-READY_S = 240.0
 MODEL = "smollm2-135m-instruct"
 SYSTEM = "You are Ada, who answers her fans in one short and friendly sentence. " * 43  # about 600 tokens
-
-
-class Running(msgspec.Struct):
-    """The running stack, by its `endpoints.json`."""
-
-    process: subprocess.Popen[bytes]
-    gateway: str
-    nats: str
-    metrics: dict[str, str]
-    pids: list[int]
-
-    def run(self, *arguments: str) -> str:
-        """A command of `headrace` against this stack; what it prints."""
-        command = [sys.executable, "-m", "pipeline.cli", *arguments, "--url", self.gateway]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
-
-    def metric(self, process: str, name: str) -> float:
-        """One unlabelled metric of a worker."""
-        with urllib.request.urlopen(self.metrics[process], timeout=5) as answer:
-            found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
-        assert found, f"{process} does not say {name}"
-        return float(found[1])
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Running]:
-    """`headrace up`, ready. At its end nothing is left: no process, no shared memory."""
-    folder = tmp_path_factory.mktemp("up")
-    config, log = folder / "headrace.toml", folder / "up.log"
-    ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
-    config.write_text(f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n[up]\nstate_dir = '{folder}'\n")
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), "--model", model_path],
-            cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
-        )  # fmt: skip
-    try:
-        running = _await_ready(process, folder / "last.json", log)
-        yield running
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, log.read_text()[-3000:]
-        assert not [pid for pid in running.pids if Path(f"/proc/{pid}").exists()]
-        assert not list(Path("/dev/shm").glob(f"*-{process.pid}")), "its KV segment has its process id in its name"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _await_ready(process: subprocess.Popen[bytes], endpoints: Path, log: Path) -> Running:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"headrace up ended: {log.read_text()[-3000:]}"
-        if "Ready at" in log.read_text():
-            said = json.loads(endpoints.read_text())
-            parts = said["processes"]
-            return Running(
-                process=process,
-                gateway=said["gateway"],
-                nats=said["nats"],
-                metrics={part["name"]: part["metrics"] for part in parts if part["metrics"]},
-                pids=[part["pid"] for part in parts],
-            )
-        time.sleep(0.2)  # between two looks; nothing tells us
-    pytest.fail(f"not ready within {READY_S} s: {log.read_text()[-3000:]}")
 
 
 async def produce(url: str, creator: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:

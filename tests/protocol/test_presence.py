@@ -2,7 +2,7 @@
 
 from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.messages import Presence
-from pipeline.protocol.presence import Presences, Receiver
+from pipeline.protocol.presence import GIVEN_UP_MAX, Presences, Receiver
 
 
 def word(
@@ -67,6 +67,29 @@ def test_a_receiver_is_gone_when_a_newer_life_of_it_speaks() -> None:
     seen.heard(gateway("3"), 5.0)
     assert seen.abandoned(Receiver("g", "2"), since_s=0.0, now_s=5.0)
     assert not seen.abandoned(Receiver("g", "3"), since_s=0.0, now_s=5.0)
+
+
+def test_who_was_given_up_once_stays_so_until_it_is_heard() -> None:
+    seen, receiver = Presences(), Receiver("g", "2")
+    seen.heard(gateway("2"), 1.0)
+    assert not seen.given_up(receiver, connected_s=0.0)
+    seen.give_up(receiver, 4.0)
+    assert seen.given_up(receiver, connected_s=0.0)
+    assert not seen.given_up(Receiver("g", "3"), connected_s=0.0), "another life of it"
+    assert not seen.given_up(receiver, connected_s=4.5), "we were away, and may have missed its words"
+    seen.heard(gateway("2"), 5.0)
+    assert not seen.given_up(receiver, connected_s=0.0)
+    seen.heard(gateway("3"), 6.0)
+    seen.give_up(receiver, 6.0)
+    assert seen.given_up(receiver, connected_s=0.0), "the words of its next life are not its own"
+
+
+def test_only_so_many_dead_receivers_are_remembered() -> None:
+    seen = Presences()
+    for number in range(GIVEN_UP_MAX + 1):
+        seen.give_up(Receiver(f"g{number}", "1"), 1.0)
+    remembered = [number for number in range(GIVEN_UP_MAX + 1) if seen.given_up(Receiver(f"g{number}", "1"), 0.0)]
+    assert remembered == list(range(1, GIVEN_UP_MAX + 1))
 
 
 def test_a_receiver_names_itself_and_its_life() -> None:

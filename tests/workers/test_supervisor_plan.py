@@ -9,7 +9,7 @@ from pipeline.config import Config, LMCache, Nats, load
 from pipeline.errors import OperatorError
 from workers.engines.simulated.engine import TIER_VARIABLE
 from workers.supervisor import plan
-from workers.supervisor.plan import Ended, Options, Present, Site, Stage
+from workers.supervisor.plan import Answers, Ended, Options, Present, Site, Stage
 
 SITE = Site(
     run="r1",
@@ -35,6 +35,7 @@ def test_the_real_engine_needs_broker_model_and_store() -> None:
         "lmcache": (),
         "prefill-1": ("streams", "model", "lmcache"),
         "decode-1": ("streams", "model", "lmcache"),
+        "keeper": ("streams",),
         "gateway": ("streams",),
     }
 
@@ -46,6 +47,7 @@ def test_the_simulated_engine_needs_only_the_broker() -> None:
         "nats": (),
         "streams": ("nats",),
         **dict.fromkeys(workers, ("streams",)),
+        "keeper": ("streams",),
         "gateway": ("streams",),
     }
 
@@ -61,7 +63,7 @@ def test_the_drain_goes_from_who_takes_requests_to_who_carries_them() -> None:
     order = list(plan.drain_order(list(units(REAL).values()), drain_s=20.0))
     assert order == [
         (("gateway",), 10.0),
-        (("streams", "model", "prefill-1", "decode-1"), 16.0),
+        (("streams", "model", "prefill-1", "decode-1", "keeper"), 16.0),
         (("lmcache",), 18.0),
         (("nats",), 20.0),
     ]
@@ -75,15 +77,21 @@ def test_a_worker_is_known_by_its_presence_and_a_step_by_its_end() -> None:
     assert not real["nats"].is_step
 
 
-def test_each_worker_has_a_metrics_port_of_its_own() -> None:
+def test_each_worker_and_the_keeper_have_a_metrics_port_of_their_own() -> None:
     workers = [unit for unit in units(SIMULATED).values() if unit.stage == Stage.WORKERS and not unit.is_step]
-    assert [unit.metrics_port for unit in workers] == [9101, 9102, 9103, 9104, 9105]
+    assert [unit.metrics_port for unit in workers] == [9101, 9102, 9103, 9104, 9105, 9106]
     assert workers[0].command[-6:] == ("--id", "prefill-1", "--metrics-port", "9101", "--config", "/etc/headrace.toml")
+
+
+def test_the_keeper_is_known_by_its_metrics() -> None:
+    keeper = units(SIMULATED)["keeper"]
+    assert keeper.ready == Answers("http://127.0.0.1:9106/metrics")
+    assert keeper.command[-6:] == ("--id", "keeper", "--metrics-port", "9106", "--config", "/etc/headrace.toml")
 
 
 def test_simulated_workers_share_a_tier_and_real_ones_none() -> None:
     simulated, real = units(SIMULATED), units(REAL)
-    tiers = {unit.environment.get(TIER_VARIABLE) for unit in simulated.values() if unit.metrics_port}
+    tiers = {unit.environment.get(TIER_VARIABLE) for unit in simulated.values() if isinstance(unit.ready, Present)}
     assert tiers == {"/runs/r1/simulated-lmcache"}
     assert TIER_VARIABLE not in real["prefill-1"].environment
     assert real["prefill-1"].environment["VLLM_NO_USAGE_STATS"] == "1"

@@ -1,6 +1,6 @@
 """What must run for `headrace up`, and in which order. Pure: a plan is data, made from a configuration.
 
-    nats ──► streams ──┬──────────────► gateway
+    nats ──► streams ──┬──────────────► gateway, keeper
     model ─────────────┼─► prefill-1 … decode-1 …
     lmcache ───────────┘
 
@@ -201,7 +201,7 @@ def _bracketed(host: str) -> str:
 
 
 def plan(config: Config, site: Site, metrics_ports: Sequence[int]) -> tuple[Unit, ...]:
-    """All units of a settled configuration. `metrics_ports` has one for each worker."""
+    """All units of a settled configuration. `metrics_ports` has one for each worker, and one for the keeper."""
     real = config.engine == "vllm"
     units = [_nats(config, site), _streams(config, site)]
     if real:
@@ -210,7 +210,7 @@ def plan(config: Config, site: Site, metrics_ports: Sequence[int]) -> tuple[Unit
     roles: tuple[tuple[Role, int], ...] = (("prefill", config.up.prefill), ("decode", config.up.decode))
     for role, count in roles:
         units += [_worker(config, site, role, f"{role}-{i + 1}", next(free)) for i in range(count)]
-    return (*units, _gateway(config, site))
+    return (*units, _keeper(config, site, next(free)), _gateway(config, site))
 
 
 def _nats(config: Config, site: Site) -> Unit:
@@ -263,6 +263,19 @@ def _worker(config: Config, site: Site, role: Role, name: str, metrics_port: int
         ready=Present(role, name),
         after=("streams", "model", "lmcache") if real else ("streams",),
         falls_with=("lmcache",) if real else (),
+        stage=Stage.WORKERS,
+        metrics_port=metrics_port,
+    )
+
+
+def _keeper(config: Config, site: Site, metrics_port: int) -> Unit:
+    """It serves its metrics from when it works on."""
+    return Unit(
+        name="keeper",
+        command=_headrace(site, "keeper", "--id", "keeper", "--metrics-port", str(metrics_port)),
+        environment=overlay(config),
+        ready=Answers(f"http://127.0.0.1:{metrics_port}/metrics"),
+        after=("streams",),
         stage=Stage.WORKERS,
         metrics_port=metrics_port,
     )

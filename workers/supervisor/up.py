@@ -39,7 +39,7 @@ def up(config_path: Path, options: Options, ask: str | None) -> None:
         nats_server=nats_server,
         nats_config=require(NATS_CONFIG),
     )
-    units = plan.plan(config, site, checks.free_ports(config.up.prefill + config.up.decode))
+    units = plan.plan(config, site, checks.free_ports(config.up.prefill + config.up.decode + 1))
     with (run_folder / "logs" / "up.log").open("a") as log:
         logs.configure("up", log)
         anyio.run(_run, config, units, run_folder, ask)

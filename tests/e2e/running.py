@@ -1,0 +1,79 @@
+"""The whole stack as `headrace up` runs it, and what a test may do to it."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).parents[2]
+READY_S = 240.0
+
+
+class Running(msgspec.Struct):
+    """The running stack, by its `endpoints.json`."""
+
+    process: subprocess.Popen[bytes]
+    endpoints: Path
+    gateway: str
+    nats: str
+    metrics: dict[str, str]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that run now."""
+        return [part["pid"] for part in json.loads(self.endpoints.read_text())["processes"]]
+
+    def run(self, *arguments: str) -> str:
+        """A command of `headrace` against this stack; what it prints."""
+        command = [sys.executable, "-m", "pipeline.cli", *arguments, "--url", self.gateway]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
+
+    def metric(self, process: str, name: str) -> float:
+        """One unlabelled metric of a worker."""
+        with urllib.request.urlopen(self.metrics[process], timeout=5) as answer:
+            found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+        assert found, f"{process} does not say {name}"
+        return float(found[1])
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to a process of the stack and to all that it has started."""
+        os.killpg(self.pid(name), signal.SIGKILL)
+
+    def await_another(self, name: str, than: int) -> None:
+        """Return when the supervisor has started another one in its place."""
+        deadline = time.monotonic() + READY_S
+        while self.pid(name) == than:
+            assert time.monotonic() < deadline, f"no new {name} within {READY_S} s"
+            time.sleep(0.1)  # between two looks; nothing tells us
+
+    def pid(self, name: str) -> int:
+        """Of a process of the stack."""
+        said: dict[str, Any] = json.loads(self.endpoints.read_text())
+        return int(next(part["pid"] for part in said["processes"] if part["name"] == name))
+
+
+def await_ready(process: subprocess.Popen[bytes], endpoints: Path, log: Path) -> Running:
+    """The stack, once it says that it is ready."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"headrace up ended: {log.read_text()[-3000:]}"
+        if "Ready at" in log.read_text():
+            said = json.loads(endpoints.read_text())
+            parts = said["processes"]
+            return Running(
+                process=process,
+                endpoints=endpoints,
+                gateway=said["gateway"],
+                nats=said["nats"],
+                metrics={part["name"]: part["metrics"] for part in parts if part["metrics"]},
+            )
+        time.sleep(0.2)  # between two looks; nothing tells us
+    raise AssertionError(f"not ready within {READY_S} s: {log.read_text()[-3000:]}")

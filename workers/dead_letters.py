@@ -1,0 +1,39 @@
+"""Keeping a dead request's copy. What a copy says is `pipeline.protocol.dead_letters`."""
+
+import contextlib
+from collections.abc import Mapping
+
+from pipeline.bus.connection import Bus
+from pipeline.bus.errors import Duplicate
+from pipeline.errors import BodyTooLarge
+from pipeline.limits import HANDOFF_TIMEOUT_S
+from pipeline.protocol import dead_letters, subjects
+from pipeline.protocol.dead_letters import Letter
+from pipeline.telemetry import logs, metrics
+
+_log = logs.get("dead_letters")
+
+
+async def keep(bus: Bus, letter: Letter, data: bytes, headers: Mapping[str, str] | None) -> None:
+    """Copy a request into the DLQ, once: what is there already is not copied again.
+
+    Raises `CapacityError` where it could not be stored: then the request must not be acked.
+    """
+    subject = subjects.dead_letter(letter.reason, letter.klass)
+    for copy in dead_letters.copies(letter, data, headers):
+        with contextlib.suppress(BodyTooLarge):
+            await _store(bus, subject, copy)
+            return
+    raise AssertionError("a copy without its body is small")  # pragma: no cover
+
+
+async def _store(bus: Bus, subject: str, copy: dead_letters.Copy) -> None:
+    try:
+        await bus.store(subject, copy.data, copy.letter.msg_id, HANDOFF_TIMEOUT_S, copy.headers)
+    except Duplicate:
+        return
+    metrics.DEAD_LETTERS.labels(reason=copy.letter.reason).inc()
+    if copy.letter.body == "missing":
+        _log.error(
+            "dead_letter_without_body", subject=subject, stream=copy.letter.stream, sequence=copy.letter.sequence
+        )
