@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Generator
 from typing import Final
 
+import anyio
 import uvicorn
 import uvloop
 from starlette.applications import Starlette
@@ -33,6 +34,7 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
 from pipeline.errors import CapacityError, OperatorError
+from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.admission import Admission
 from pipeline.protocol.messages import Presence
@@ -45,6 +47,9 @@ KEEP_ALIVE_S: Final = 65.0
 
 BACKLOG: Final = 2048
 """Connections that wait to be accepted: a burst of a full gateway."""
+
+HEAR_PERIOD_S: Final = 0.02
+"""Between two looks at who is there, before the door opens."""
 
 DRAIN_RATIO: Final = 0.4
 """Of `up.drain_s`: `headrace up` gives the gateway half of it, and streams must have ended, with an error if need be, before."""
@@ -109,7 +114,15 @@ class Gateway:
         await self.bus.subscribe(self.terms.reply_to, self.replies.on_frames)
         await self.bus.subscribe(self.terms.claim_at, self.replies.on_claim)
         self.bus.on_reconnect(self.replies.ask_holders)
+        self.bus.on_disconnect(self.lookout.deaf)
+        self.bus.on_reconnect(self.lookout.hearing)
         await self.bus.barrier()
+
+    async def hear_the_fleet(self) -> None:
+        """Return when there are workers, or none would have been silent for so long: who comes before is refused for nothing."""
+        with anyio.move_on_after(PRESENCE_SILENT_MAX_S):
+            while self.lookout.fleet().lacks:
+                await asyncio.sleep(HEAR_PERIOD_S)
 
 
 @contextlib.asynccontextmanager
@@ -123,6 +136,7 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         await watcher.start()
         await gateway.listen()
         await announcer.start()
+        await gateway.hear_the_fleet()
         watch = asyncio.create_task(gateway.vigil.run(), name="vigil")
         try:
             yield gateway

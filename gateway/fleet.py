@@ -1,11 +1,13 @@
 """What the gateway knows of the workers: which models they serve, and how many are ready."""
 
+import math
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from pipeline.errors import ModelNotFound
+from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.presence import Presences
 
 _FRESH_S: Final = 0.05
@@ -40,10 +42,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
         return [f"no {kind} worker is ready" for kind, ready in kinds if not ready]
 
 
-def survey(presences: Presences, now_s: float) -> Fleet:
-    """Count what is ready now."""
-    prefill = presences.ready("prefill", now_s)
-    decode = presences.ready("decode", now_s)
+def survey(presences: Presences, as_of_s: float) -> Fleet:
+    """Count what was ready then, or has said so since."""
+    prefill = presences.ready("prefill", as_of_s)
+    decode = presences.ready("decode", as_of_s)
     models: dict[str, int] = {}
     for worker in (*prefill, *decode):
         models[worker.model] = min(models.get(worker.model, worker.max_model_len), worker.max_model_len)
@@ -51,18 +53,35 @@ def survey(presences: Presences, now_s: float) -> Fleet:
 
 
 class Lookout:
-    """The fleet as of now, or as of a moment ago."""
+    """The fleet as of now, or as of a moment ago.
+
+    While we cannot hear, silence proves nothing: who was live when the broker was lost counts as live until it is back, and has
+    had the time to say so. Requests of that time wait for the broker, not for workers.
+    """
 
     def __init__(self, presences: Presences, clock: Callable[[], float]) -> None:
         self._presences = presences
         self._clock = clock
         self._seen = Fleet()
-        self._seen_s = float("-inf")
+        self._seen_s = -math.inf
+        self._deaf_from_s = -math.inf
+        self._deaf_until_s = -math.inf
 
     def fleet(self) -> Fleet:
         """At most `_FRESH_S` old."""
         now_s = self._clock()
         if now_s - self._seen_s > _FRESH_S:
             self._presences.forget_silent(now_s)
-            self._seen, self._seen_s = survey(self._presences, now_s), now_s
+            as_of_s = self._deaf_from_s if now_s < self._deaf_until_s else now_s
+            self._seen, self._seen_s = survey(self._presences, as_of_s), now_s
         return self._seen
+
+    def deaf(self) -> None:
+        """The broker is lost."""
+        if self._clock() >= self._deaf_until_s:
+            self._deaf_from_s = self._clock()
+        self._deaf_until_s = math.inf
+
+    def hearing(self) -> None:
+        """It is back, and soon everybody else will be."""
+        self._deaf_until_s = self._clock() + PRESENCE_SILENT_MAX_S

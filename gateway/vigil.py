@@ -49,7 +49,7 @@ class Vigil:
             late_s = now_s - asked_s - PERIOD_S
             self.accuser.woke(late_s, now_s)
             if late_s > RECEIVER_SILENT_MAX_S:
-                self._was_away(now_s)
+                self.was_away(now_s)
             self.look(now_s)
 
     def look(self, now_s: float) -> None:
@@ -60,6 +60,13 @@ class Vigil:
             if reply.answer_by_s is not None and now_s > reply.answer_by_s:
                 reply.finish(LOST)
             self._judge(reply, now_s)
+
+    def was_away(self, now_s: float) -> None:
+        """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
+        self._replies.ask_holders()
+        for reply in self._replies.all():
+            if reply.published:
+                reply.answer_by_s = now_s + ANSWER_WITHIN_S
 
     def _judge(self, reply: Reply, now_s: float) -> None:
         claim = reply.receiver.arbiter.last
@@ -83,11 +90,4 @@ class Vigil:
         self.accuser.distrust_myself(now_s)
         silent_from_s, self._silent_from_s = self._silent_from_s, None
         if silent_from_s is not None and now_s - silent_from_s > RECEIVER_SILENT_MAX_S:
-            self._was_away(now_s)
-
-    def _was_away(self, now_s: float) -> None:
-        """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
-        self._replies.ask_holders()
-        for reply in self._replies.all():
-            if reply.published:
-                reply.answer_by_s = now_s + ANSWER_WITHIN_S
+            self.was_away(now_s)

@@ -16,7 +16,7 @@ it is repeated under the same id while it is wanted, and answered with its prese
 `Asking` is the other half: which decode workers to ask for one request, when to try a second one, and what to give back.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from enum import Enum, auto
 from math import ceil
@@ -35,6 +35,9 @@ from pipeline.protocol.messages import Account, Ask, Presence, Return, Verdict
 
 ENDED_REMEMBERED: Final = 1024
 """Consumed grants remembered after their release, so that a late repeat of the handoff is not taken for a new one."""
+
+RECONCILED_WITH: Final = 20
+"""Looks at the books that the engine's word may be old: 2 s at ten a second, longer than any step."""
 
 ASKS_AT_ONCE_MAX: Final = 2
 """Two choices: a third would only hold blocks that another request could use."""
@@ -93,6 +96,7 @@ class Ledger:
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()
         self.draining = False
         self.disagreements = 0
+        self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
 
     def ask(self, ask: Ask, now_s: float) -> Verdicts:
         """An ask, new or repeated. Answers with its present state, or with a refusal."""
@@ -180,8 +184,12 @@ class Ledger:
         )
 
     def reconcile(self, engine_blocks: int) -> bool:
-        """Whether the engine uses no more than was handed over. Counts it where it does: then somebody goes past the ledger."""
-        agrees = engine_blocks <= self.blocks_in(GrantState.CONSUMED)
+        """Whether the engine uses no more than was handed over. Counts it where it does: then somebody goes past the ledger.
+
+        The engine speaks once a step, so its word is held against the most that was handed over since about then.
+        """
+        self._handed_over.append(self.blocks_in(GrantState.CONSUMED))
+        agrees = engine_blocks <= max(self._handed_over)
         self.disagreements += not agrees
         return agrees
 

@@ -26,6 +26,8 @@ from workers.engines import launch
 ROOT = Path(__file__).parents[2]
 ENGINES = "[model]\ndtype = 'float32'\n"
 """How all engines that are compared with each other are set up. In bfloat16 near-ties come out differently (`test_split.py`)."""
+SMALL_DECODE = "[decode]\nkv_cache_bytes = 160_000_000\n"
+"""3,400 tokens in float32: room for the longest prompt, and not for a dozen short ones, so that some must wait for credit."""
 START_S = 90.0
 """For an LMCache server to answer: it imports torch, and there may be one busy core."""
 
@@ -124,7 +126,9 @@ def running(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterat
     folder = tmp_path_factory.mktemp("up")
     config, log = folder / "headrace.toml", folder / "up.log"
     ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
-    config.write_text(f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n[up]\nstate_dir = '{folder}'\n")
+    config.write_text(
+        f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}[up]\nstate_dir = '{folder}'\n"
+    )
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), "--model", model_path],

@@ -127,6 +127,13 @@ def test_bench_prints_one_json_object(running: Running) -> None:
     assert result["output_tokens"] > 0
 
 
+def test_decode_never_preempts_when_more_is_asked_for_than_it_has_room_for(running: Running) -> None:
+    result = json.loads(running.run("bench", "--requests", "24", "--concurrency", "14", "--json").splitlines()[-1])
+    assert (result["completed"], result["errors"]) == (24, 0)
+    assert running.metric("decode-1", "headrace_engine_preemptions") == 0
+    assert running.metric("decode-1", "headrace_ledger_disagreements_total") == 0
+
+
 def test_the_producer_of_the_readme_works_as_printed(running: Running) -> None:
     readme = (ROOT / "README.md").read_text()
     example = re.search(r"```python\n(# A producer.*?)```", readme, re.DOTALL)

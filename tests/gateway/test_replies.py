@@ -35,6 +35,10 @@ class Posted:
         self.said: list[tuple[str, bytes]] = []
         self.lost = False
 
+    @property
+    def connected(self) -> bool:
+        return not self.lost
+
     def post(self, subject: str, data: bytes) -> None:
         if self.lost:
             raise Disconnected("There is no connection.")

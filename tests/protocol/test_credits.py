@@ -6,7 +6,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pipeline.limits import ASK_SILENT_MAX_S, ASKS_WAITING_MAX, REPEAT_PERIOD_S, SECOND_ASK_AFTER_S
-from pipeline.protocol.credits import ENDED_REMEMBERED, Asking, Consumption, Grant, GrantState, Ledger, Send, Verdicts
+from pipeline.protocol.credits import (
+    ENDED_REMEMBERED,
+    RECONCILED_WITH,
+    Asking,
+    Consumption,
+    Grant,
+    GrantState,
+    Ledger,
+    Send,
+    Verdicts,
+)
 from pipeline.protocol.messages import Ask, Presence, Return, Verdict
 
 FAR_S = 1e12
@@ -156,6 +166,16 @@ def test_an_engine_that_uses_more_than_was_handed_over_is_noticed() -> None:
     assert book.reconcile(10)
     assert not book.reconcile(11)
     assert book.disagreements == 1
+
+
+def test_an_engine_whose_word_is_a_step_old_is_not_blamed() -> None:
+    book = ledger()
+    book.ask(ask("a"), 0.0)
+    book.consume("a", "e1")
+    assert book.reconcile(10)
+    book.release("a")
+    assert book.reconcile(10)
+    assert not all(book.reconcile(10) for _ in range(RECONCILED_WITH))
 
 
 def test_an_ask_past_its_deadline_is_dropped() -> None:

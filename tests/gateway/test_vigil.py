@@ -1,0 +1,121 @@
+"""The gateway's watch: the dead are accused, the living are not, and after its own absence it asks before it gives up."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from gateway.replies import Replies
+from gateway.vigil import ANSWER_WITHIN_S, LOST, Vigil
+from pipeline import outside
+from pipeline.bus.connection import Bus
+from pipeline.limits import ACCUSE_SILENT_S, RECEIVER_SILENT_MAX_S
+from pipeline.protocol.accuser import Accuser
+from pipeline.protocol.messages import From, Notice, Presence, encode
+from pipeline.protocol.presence import Presences
+from tests.gateway.test_replies import Posted, claim, message, tokens
+
+pytestmark = pytest.mark.anyio
+
+
+class Clock:
+    """Time that stands until it is moved."""
+
+    now_s = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        return self.now_s
+
+    def token(self, length_bytes: int) -> str:
+        return "00" * length_bytes
+
+    def roll(self) -> float:
+        return 0.0
+
+
+class Watched:
+    """A vigil over one open reply, whose claim is made by worker "1" in its life "1"."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.bus = Posted()
+        self.presences = Presences()
+        accuser = Accuser(clock.now_s)
+        self.replies = Replies(cast("Bus", self.bus), accuser, outside.monotonic_s)
+        self.vigil = Vigil(cast("Bus", self.bus), accuser, self.presences, self.replies)
+        self.reply = self.replies.open("r", clock.now_s, 60.0)
+        self.reply.published = True
+        self.replies.on_claim(claim("r"))
+        self.bus.take()
+
+    def speaks(self, epoch: str = "1") -> None:
+        self.presences.heard(Presence(role="decode", id="1", epoch=epoch, ready=True), self.clock.now_s)
+
+    def later(self, passed_s: float) -> list[tuple[str, bytes]]:
+        self.clock.now_s += passed_s
+        self.vigil.look(self.clock.now_s)
+        return self.bus.take()
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    outside.use(clock)
+    yield clock
+    outside.use(None)
+
+
+@pytest.fixture
+async def watched(clock: Clock) -> Watched:
+    return Watched(clock)
+
+
+async def test_a_worker_that_dies_has_its_message_given_back_once(watched: Watched) -> None:
+    watched.speaks()
+    assert watched.later(ACCUSE_SILENT_S - 0.01) == []
+    assert watched.later(0.02) == [("ack", b"-NAK")]
+    assert watched.later(1.0) == []
+
+
+async def test_a_worker_that_speaks_or_sends_frames_is_left_alone(watched: Watched) -> None:
+    for _ in range(10):
+        watched.speaks()
+        assert watched.later(0.2) == []
+    for number in range(10):
+        watched.replies.on_frames(message([tokens("r", number, "x")]))
+        assert watched.later(0.2) == []
+
+
+async def test_a_worker_in_a_new_life_has_lost_what_it_held(watched: Watched) -> None:
+    watched.speaks("2")
+    assert watched.later(0.01) == [("ack", b"-NAK")]
+
+
+async def test_without_a_connection_nobody_is_accused(watched: Watched) -> None:
+    watched.bus.lost = True
+    assert watched.later(5.0) == []
+
+
+async def test_after_a_long_absence_holders_are_asked_and_silence_ends_the_reply(watched: Watched) -> None:
+    watched.vigil.was_away(watched.clock.now_s)
+    assert watched.bus.take() == [("holder.1", encode(Notice("r", "c1", From(0))))]
+    watched.later(ANSWER_WITHIN_S + 0.01)
+    assert watched.reply.end == LOST
+    assert LOST.retryable
+
+
+async def test_after_a_long_absence_one_frame_is_answer_enough(watched: Watched) -> None:
+    watched.vigil.was_away(watched.clock.now_s)
+    watched.replies.on_frames(message([tokens("r", 0, "x")]))
+    watched.later(ANSWER_WITHIN_S + 0.01)
+    assert watched.reply.end is None
+
+
+async def test_what_was_never_published_is_not_given_up(watched: Watched) -> None:
+    watched.reply.published = False
+    watched.vigil.was_away(watched.clock.now_s)
+    watched.later(RECEIVER_SILENT_MAX_S)
+    assert watched.reply.end is None
