@@ -18,6 +18,7 @@ from pipeline import outside
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.config import Config
+from pipeline.errors import EngineDead
 from pipeline.limits import REPEAT_PERIOD_S
 from pipeline.protocol import subjects
 from pipeline.protocol.credits import Consumption, GrantState, Ledger, Verdicts
@@ -171,6 +172,8 @@ class DecodeWorker:
 
     def _ended(self, job: DecodeJob) -> None:
         metrics.DECODES.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+        if isinstance(job.error, EngineDead):
+            self.ledger.draining = True  # until the health check ends this process: what came here would only come back
 
     def _publish(self, verdicts: Verdicts) -> None:
         for subject, verdict in verdicts:

@@ -1,5 +1,6 @@
 """One request at decode: from its handoff to the ack of the message that brought it."""
 
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
@@ -8,6 +9,8 @@ import msgspec
 from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus
+from pipeline.bus.errors import BusError
+from pipeline.errors import CapacityError
 from pipeline.limits import LEASE_SPARE_S
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import (
@@ -138,8 +141,11 @@ class DecodeJob(Job):
     async def _accept(self) -> None:
         self._hold()
         if self._message.delivered > 1:
-            await self.desk.starts.record(self._message)
             self._counted = True
+            with contextlib.suppress(
+                BusError, CapacityError
+            ):  # a start that is not counted, rather than a reply that fails
+                await self.desk.starts.record(self._message)
         self.accepted = True
         await self.answer(HandoffAnswer(state="accepted"))
 

@@ -10,6 +10,7 @@ from typing import Final
 import anyio
 import msgspec
 
+from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError, Duplicate
@@ -54,6 +55,8 @@ class Holding(msgspec.Struct):
     claim_at: str | None
     encoding: Encoding
     receiver: Receiver | None = None
+    answered_s: float = float("-inf")
+    """When the receiver last answered, monotonic: a sign of life."""
 
     @property
     def arbitrated(self) -> bool:
@@ -114,7 +117,9 @@ class Holding(msgspec.Struct):
     async def _asked(self, subject: str, payload: bytes) -> Answer:
         while True:
             try:
-                return read_answer(await self.bus.request(subject, payload, REPEAT_PERIOD_S))
+                answer = read_answer(await self.bus.request(subject, payload, REPEAT_PERIOD_S))
+                self.answered_s = outside.monotonic_s()
+                return answer
             except (BusError, InvalidField):
                 # Unanswered has waited the period already; a refusal at once has not, and a short pause cannot hurt either.
                 await anyio.sleep(REPEAT_PERIOD_S / 4)

@@ -27,7 +27,7 @@ class Pool(Generic[J]):
         self._bus = bus
         self._presences = presences
         self._ended = ended
-        self._connected_s = outside.monotonic_s()
+        self._listening_s = outside.monotonic_s()
         self._jobs: dict[str, J] = {}
         self._cancelled = Tombstones(TOMBSTONES_MAX)
         self._idle = anyio.Event()
@@ -41,31 +41,32 @@ class Pool(Generic[J]):
     async def watch_receivers(self) -> None:
         """Drop the requests of receivers that are gone for good, until cancelled."""
         while True:
+            asked_s = outside.monotonic_s()
             await anyio.sleep(PRESENCE_PERIOD_S)
             now_s = outside.monotonic_s()
+            if now_s - asked_s > 2 * PRESENCE_PERIOD_S:
+                self._listening_s = now_s  # we stood still, and what came meanwhile may lie unread
             for job in self._jobs.values():
                 self._watch(job, now_s)
 
     def _watch(self, job: J, now_s: float) -> None:
-        receiver, since_s = job.holding.receiver, max(self._connected_s, job.began_s)
-        if receiver and self._presences.abandoned(receiver, since_s, now_s):
+        """A receiver that was given up may be back: a new request of it gets the time in which it would be heard again."""
+        receiver, waited_s = job.holding.receiver, now_s - job.began_s
+        if receiver is None:
+            return
+        heard_s = max(self._listening_s, job.holding.answered_s)
+        if self._presences.abandoned(receiver, max(heard_s, job.began_s), now_s):
             self._presences.give_up(receiver, now_s)
-        if self._given_up(job):
+        if waited_s > PRESENCE_PERIOD_S and self._presences.given_up(receiver, heard_s):
             job.happen(Event.GONE)
 
-    def _given_up(self, job: J) -> bool:
-        receiver = job.holding.receiver
-        return receiver is not None and self._presences.given_up(receiver, self._connected_s)
-
     def _reconnected(self) -> None:
-        self._connected_s = outside.monotonic_s()
+        self._listening_s = outside.monotonic_s()
 
     def start(self, key: str, job: J, tasks: TaskGroup) -> None:
         """Run a job until its machine has ended."""
         if subjects.token(job.holding.request) in self._cancelled:
             job.happen(Event.CANCELLED)
-        elif self._given_up(job):
-            job.happen(Event.GONE)
         self._jobs[key] = job
         tasks.start_soon(self._run, key, job)
 

@@ -7,6 +7,7 @@
 What to do when is `pipeline.protocol.request`; which pulls to offer is `pipeline.protocol.slots`.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -16,6 +17,7 @@ from anyio.abc import TaskGroup
 from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
+from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery, Puller
 from pipeline.config import Config
 from pipeline.limits import PRESENCE_PERIOD_S, SURPLUS_HOLD_S
@@ -178,8 +180,10 @@ class PrefillWorker:
             self._offer()
 
     async def _return_surplus(self) -> None:
+        """Without a connection the broker has taken them back already, or will after `ack_wait`."""
         for key in self.slots.surplus(self.clock()):
-            await acks.nak(self.bus, self._held.pop(str(key)).ack)
+            with contextlib.suppress(BusError):
+                await acks.nak(self.bus, self._held.pop(str(key)).ack)
 
     async def _keep_ranks(self) -> None:
         """Ranks follow who lives; a pull that stands keeps its old rank until it ends."""

@@ -329,10 +329,10 @@ class Asking:
         return self._give_back_all_but(verdict.ask)
 
     def lost(self) -> None:
-        """The grant is worth nothing any more: its worker has refused the handoff. Search again."""
-        assert self.grant is not None
-        self._asked.pop(self.grant.ask, None)
-        self.grant = None
+        """The grant is worth nothing any more: its worker has refused the handoff. Search again, if that has not begun yet."""
+        if self.grant is not None:
+            self._asked.pop(self.grant.ask, None)
+            self.grant = None
 
     def stop(self) -> list[Send]:
         """The request is over. Returns what to give back."""

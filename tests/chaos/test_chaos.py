@@ -1,0 +1,52 @@
+"""Real processes are killed, paused, restarted and overloaded while they serve; no reply may suffer and nothing may be left.
+
+Times are not judged here: the cores may be busy. `headrace chaos` reports them.
+"""
+
+import pytest
+
+from tests.chaos import overload
+from tests.chaos.overload import SLOW
+from tests.chaos.run import DEFAULT_KINDS, Plan, run
+from tests.chaos.stack import Settings
+from tests.chaos.verdict import Report
+
+pytestmark = pytest.mark.timeout(240)
+
+FLEET = Settings(prefill=2, decode=2)
+
+
+def sound(report: Report) -> bool:
+    """Whether every client got what it asked for, and nothing is left behind."""
+    return not report.failed and report.errors == 0 and report.completed + report.cut == report.requests
+
+
+def test_no_reply_suffers_from_kills_and_pauses_of_workers_and_broker() -> None:
+    plan = Plan(requests=200, rate=20.0, kills=8, seed=7, kinds=DEFAULT_KINDS, settings=Settings())
+    report = run(plan)
+    assert sound(report), report
+    assert report.cut == 0
+    assert report.kills >= len(DEFAULT_KINDS)
+    assert set(report.kills_by_kind) == set(DEFAULT_KINDS)
+
+
+def test_a_killed_gateway_cuts_its_clients_off_and_leaves_nothing_behind() -> None:
+    report = run(Plan(requests=150, rate=25.0, kills=2, seed=3, kinds=("gateway",), settings=FLEET))
+    assert sound(report), report
+    assert report.kills_by_kind == {"gateway": 2}
+    assert report.cut > 0
+
+
+def test_a_rolling_restart_of_every_worker_is_not_noticed() -> None:
+    report = run(Plan(requests=160, rate=16.0, rolling=True, settings=FLEET))
+    assert sound(report), report
+    assert report.kills_by_kind == {"prefill": 2, "decode": 2}
+
+
+def test_ten_times_more_than_the_fleet_can_do_is_refused_and_not_lost() -> None:
+    report = overload.run(overload.Plan(clients=(8,), rounds=3, offered_s=6.0, settings=SLOW))
+    assert not report.failed, report
+    assert report.refused
+    assert all(refusal.startswith(("429 ", "503 ")) for refusal in report.refused)
+    assert report.completed > 0
+    assert report.completed + sum(report.refused.values()) == report.requests

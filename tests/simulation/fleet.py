@@ -1,0 +1,186 @@
+"""The processes: how they start, and the ways in which they stop.
+
+A killed process stops with no effect beyond itself: its connection is gone and nothing that its clean-up says leaves it. It comes
+back later, in a new life. A drained one goes as SIGTERM makes it go.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+import anyio
+
+from gateway.app import Gateway
+from pipeline import outside
+from pipeline.bus.connection import Bus
+from pipeline.bus.presence import Announcer, Watcher
+from pipeline.config import Config
+from pipeline.limits import DRAIN_S
+from pipeline.protocol.presence import Presences
+from tests.simulation.broker import SimBroker
+from tests.simulation.loop import Process, VirtualLoop
+from tests.simulation.wire import BROKER, SimBus
+from workers.decode import DecodeWorker
+from workers.engines.simulated import SimulatedEngine
+from workers.engines.simulated.tier import LocalTier
+from workers.identity import new_identity
+from workers.prefill import PrefillWorker
+
+SKEW_S: Final = 0.2
+"""Clocks are this wrong at most."""
+
+
+class Running:
+    """One life of one process, and what it consists of."""
+
+    def __init__(self, process: Process, role: str) -> None:
+        self.process = process
+        self.role = role
+        self.task: asyncio.Task[None]
+        self.scope = anyio.CancelScope()
+        self.bus: Bus | None = None
+        self.engine: SimulatedEngine | None = None
+        self.prefill: PrefillWorker | None = None
+        self.decode: DecodeWorker | None = None
+        self.gateway: Gateway | None = None
+        self.ready = False
+        self.draining = False
+
+    @property
+    def begun_epoch(self) -> str:
+        """The worker's epoch, once it has one."""
+        worker = self.prefill or self.decode
+        return worker.me.epoch if worker is not None else ""
+
+    def __str__(self) -> str:
+        return self.process.name
+
+
+class Fleet:
+    """All processes, by role and number. `begun` and `crashed` are told of every life."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        broker: SimBroker,
+        config: Config,
+        seed: int,
+        begun: Callable[[Running], None],
+        crashed: Callable[[Running, BaseException], None],
+    ) -> None:
+        self._loop, self._broker, self._config, self._seed = loop, broker, config, seed
+        self._begun, self._crashed = begun, crashed
+        self._chance = random.Random(f"{seed}/fleet")
+        self.tier = LocalTier(max(1, config.simulated.lmcache_blocks))
+        self.running: dict[tuple[str, int], Running] = {}
+        self._processes: list[Process] = []
+        self._lives = 0
+
+    def start(self, of: tuple[str, int]) -> Running:
+        """A new life."""
+        role, number = of
+        self._lives += 1
+        skew_s = self._chance.uniform(-SKEW_S, SKEW_S)
+        process = Process(f"{role}-{number + 1}", self._lives, self._seed, skew_s)
+        process.context.run(BROKER.set, self._broker)
+        self._processes.append(process)
+        running = self.running[of] = Running(process, role)
+        work = self._gateway if role == "gateway" else self._worker
+        running.task = self._loop.create_task(self._live(running, work), context=process.context)
+        return running
+
+    def alive(self, of: tuple[str, int]) -> Running | None:
+        """That process, where it runs."""
+        return self.running.get(of)
+
+    def named(self, name: str) -> Running | None:
+        """The running process of that name."""
+        return next((running for running in self.running.values() if running.process.name == name), None)
+
+    def kill(self, of: tuple[str, int]) -> Running | None:
+        """`kill -9`."""
+        running = self.running.pop(of, None)
+        if running is None:
+            return None
+        running.process.dead = True
+        self._broker.died(running.process)
+        self._loop.end(running.process)
+        return running
+
+    async def drain(self, of: tuple[str, int], running: Running) -> None:
+        """SIGTERM, as `workers.runtime` obeys it."""
+        loop = running.prefill or running.decode
+        if loop is None or running.draining:
+            return
+        running.draining = True
+        with anyio.move_on_after(DRAIN_S) as bound:
+            await loop.drain()
+        if bound.cancelled_caught:
+            loop.let_go()
+            with anyio.move_on_after(1.0):
+                await loop.drain()
+        running.scope.cancel()
+        await asyncio.wait({running.task})
+        if self.running.get(of) is running:
+            del self.running[of]
+
+    async def stop(self) -> None:
+        """End everything, as the world ends."""
+        for of in list(self.running):
+            self.kill(of)
+        for process in self._processes:
+            process.dead = True
+            while tasks := self._loop.end(process):
+                await asyncio.wait(tasks)
+
+    async def _live(self, running: Running, work: Callable[[Running], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await work(running)
+        except Exception as error:
+            if not running.process.dead:
+                self._crashed(running, error)
+
+    async def _worker(self, running: Running) -> None:
+        name = running.process.name
+        engine = SimulatedEngine(self._config, "prefill" if running.role == "prefill" else "decode", self.tier)
+        await engine.start()
+        running.engine = engine
+        try:
+            async with await SimBus.connect("sim", name) as bus:
+                running.bus = bus
+                me, presences = new_identity(name), Presences()
+                loop: PrefillWorker | DecodeWorker
+                if running.role == "prefill":
+                    loop = running.prefill = PrefillWorker(bus, engine, self._config, me, presences)
+                else:
+                    loop = running.decode = DecodeWorker(bus, engine, self._config, me, presences)
+                self._begun(running)
+                watcher, announcer = Watcher(bus, presences, outside.monotonic_s), Announcer(bus, loop.presence)
+                await watcher.start()
+                await announcer.start()
+                with running.scope:
+                    await loop.run()
+                await announcer.stop()
+                await watcher.stop()
+        finally:
+            await engine.close()
+
+    async def _gateway(self, running: Running) -> None:
+        async with await SimBus.connect("sim", running.process.name) as bus:
+            running.bus = bus
+            gateway = running.gateway = Gateway(self._config, bus, self._gateway_id(running.process))
+            self._begun(running)
+            watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
+            announcer = Announcer(bus, gateway.presence)
+            await watcher.start()
+            await gateway.listen()
+            await announcer.start()
+            async with anyio.create_task_group() as tasks:
+                running.ready = True
+                tasks.start_soon(gateway.vigil.run)
+                await anyio.sleep_forever()
+
+    def _gateway_id(self, process: Process) -> str:
+        """In half of the worlds a gateway that is started anew keeps its name, as an operator may have it."""
+        return process.name if self._seed % 2 else f"{process.name}-{outside.token(4)}"

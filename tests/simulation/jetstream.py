@@ -1,0 +1,169 @@
+"""The JetStream API, by subject: a table of verbs, and a function for each."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from pipeline.protocol.subjects import matches
+from tests.simulation.consumers import Consumer
+from tests.simulation.streams import Stored, Stream
+
+if TYPE_CHECKING:
+    from tests.simulation.broker import SimBroker
+    from tests.simulation.wire import Link, Publish
+
+API: Final = "$JS.API."
+ACK: Final = "$JS.ACK."
+
+_NO_STREAM: Final = {"code": 404, "err_code": 10059, "description": "stream not found"}
+_NO_CONSUMER: Final = {"code": 404, "err_code": 10014, "description": "consumer not found"}
+_NO_MESSAGE: Final = {"code": 404, "err_code": 10037, "description": "no message found"}
+
+encode: Final = msgspec.json.encode
+
+
+class JetStream:
+    """The streams of a broker and what can be asked of them."""
+
+    def __init__(self, broker: "SimBroker") -> None:
+        self.streams: dict[str, Stream] = {}
+        self.consumers: dict[str, dict[str, Consumer]] = {}
+        self._broker = broker
+        self._by_token: dict[str, list[Stream]] = {}
+
+    def declare(self, config: Mapping[str, Any]) -> Stream:
+        """Make a stream."""
+        stream = self.streams[config["name"]] = Stream(config)
+        self.consumers[stream.name] = {}
+        for subject in stream.subjects:
+            self._by_token.setdefault(subject.partition(".")[0], []).append(stream)
+        return stream
+
+    def consume(self, stream: str, config: Mapping[str, Any]) -> None:
+        """Make a consumer."""
+        self.consumers[stream][config["name"]] = Consumer(self._broker, self.streams[stream], config)
+
+    def each_consumer(self) -> list[Consumer]:
+        """All of them."""
+        return [consumer for of_stream in self.consumers.values() for consumer in of_stream.values()]
+
+    def stream_of(self, subject: str) -> Stream | None:
+        """The stream that stores what is published there."""
+        streams = self._by_token.get(subject.partition(".")[0], ())
+        return next((stream for stream in streams if stream.takes(subject)), None)
+
+    def consumer_of(self, stored: Stored, stream: Stream) -> Consumer | None:
+        """The consumer that a stored message goes to."""
+        for consumer in self.consumers[stream.name].values():
+            if stored.subject.startswith(consumer.filter.rstrip(">")):
+                return consumer
+        return None
+
+    def call(self, link: "Link", asked: "Publish") -> None:
+        """An API request."""
+        place = asked.subject[len(API) :].split(".")
+        for length in (3, 2):
+            verb = VERBS.get(".".join(place[:length]))
+            if verb is not None:
+                answer = verb(self, link, asked, place[length:])
+                if answer is not None:
+                    self._broker.answer(asked.reply, encode(answer))
+                return
+        self._broker.no_responders(asked)
+
+    def drop(self, stream: Stream, sequence: int) -> bool:
+        """Delete a message, and let its consumer know."""
+        stored = stream.remove(sequence)
+        if stored is None:
+            return False
+        consumer = self.consumer_of(stored, stream)
+        if consumer is not None:
+            consumer.dropped(sequence)
+        return True
+
+
+def _pull(js: JetStream, link: "Link", asked: "Publish", place: list[str]) -> None:
+    consumer = js.consumers.get(place[0], {}).get(place[1])
+    if consumer is None:
+        js._broker.no_responders(asked)
+    else:
+        consumer.pull(link, asked.reply, asked.data)
+
+
+def _stream_info(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> dict[str, Any]:
+    stream = js.streams.get(place[0])
+    if stream is None:
+        return {"error": _NO_STREAM}
+    body = msgspec.json.decode(asked.data) if asked.data else {}
+    state: dict[str, Any] = {"messages": len(stream.messages), "last_seq": stream.last}
+    if pattern := body.get("subjects_filter"):
+        state["subjects"] = stream.counts(pattern)
+    return {"config": stream.config, "state": state}
+
+
+def _consumer_info(js: JetStream, _: "Link", __: "Publish", place: list[str]) -> dict[str, Any]:
+    consumer = js.consumers.get(place[0], {}).get(place[1])
+    if consumer is None:
+        return {"error": _NO_CONSUMER}
+    return {
+        "config": consumer.config,
+        "num_pending": len(consumer.todo),
+        "num_ack_pending": len(consumer.pending),
+        "num_waiting": len(consumer.pulls),
+    }
+
+
+def _message(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> dict[str, Any]:
+    stream = js.streams.get(place[0])
+    if stream is None:
+        return {"error": _NO_STREAM}
+    body = msgspec.json.decode(asked.data)
+    found = stream.last_of(body["last_by_subj"]) if "last_by_subj" in body else stream.messages.get(body["seq"])
+    if found is None:
+        return {"error": _NO_MESSAGE}
+    return {"message": {"subject": found.subject, "seq": found.sequence, "data": found.data}}
+
+
+def _delete(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> dict[str, Any]:
+    stream = js.streams.get(place[0])
+    if stream is None:
+        return {"error": _NO_STREAM}
+    if not js.drop(stream, msgspec.json.decode(asked.data)["seq"]):
+        return {"error": _NO_MESSAGE}
+    return {"success": True}
+
+
+def _purge(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> dict[str, Any]:
+    stream = js.streams.get(place[0])
+    if stream is None:
+        return {"error": _NO_STREAM}
+    pattern = (msgspec.json.decode(asked.data) if asked.data else {}).get("filter", ">")
+    gone = [sequence for sequence, stored in stream.messages.items() if matches(pattern, stored.subject)]
+    for sequence in gone:
+        js.drop(stream, sequence)
+    return {"success": True, "purged": len(gone)}
+
+
+def _direct(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> None:
+    """The newest message of a subject, as a message with headers; or a status 404."""
+    stream = js.streams.get(place[0])
+    found = stream.last_of(".".join(place[1:])) if stream else None
+    if found is None:
+        js._broker.status(asked.reply, 404, "Message Not Found")
+        return
+    headers = {**(found.headers or {}), "Nats-Subject": found.subject, "Nats-Sequence": str(found.sequence)}
+    js._broker.answer(asked.reply, found.data, headers)
+
+
+Verb = Callable[[JetStream, "Link", "Publish", list[str]], dict[str, Any] | None]
+
+VERBS: Final[dict[str, Verb]] = {
+    "CONSUMER.MSG.NEXT": _pull,
+    "CONSUMER.INFO": _consumer_info,
+    "STREAM.INFO": _stream_info,
+    "STREAM.PURGE": _purge,
+    "STREAM.MSG.GET": _message,
+    "STREAM.MSG.DELETE": _delete,
+    "DIRECT.GET": _direct,
+}

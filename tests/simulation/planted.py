@@ -1,0 +1,144 @@
+"""Bugs on purpose: each changes one decision of the product, to show that the simulation would find it.
+
+A planted bug is a context. Within it, everything is as it is but for that decision.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+from unittest.mock import patch
+
+import msgspec
+
+from pipeline.bus.errors import NoResponders
+from pipeline.limits import REPEAT_PERIOD_S
+from pipeline.protocol import request
+from pipeline.protocol.accuser import Accuser
+from pipeline.protocol.claims import Arbiter
+from pipeline.protocol.credits import Ledger, Verdicts
+from pipeline.protocol.messages import Answer, Claim, Gone, read_answer
+from pipeline.protocol.request import Decode, Effect, Effects, Event, Prefill, Stage
+from pipeline.protocol.subjects import parse_ack
+from workers import decode_job, prefill_job
+from workers.holding import Holding
+
+
+class Planted(msgspec.Struct, frozen=True):
+    """A bug, how to plant it, and what the checkers say of it."""
+
+    name: str
+    plant: Callable[[], AbstractContextManager[Any]]
+    found_as: str
+
+
+@contextmanager
+def ack_at_dequeue() -> Iterator[None]:
+    """The message is acked when it is taken: whoever dies after that loses the request."""
+
+    def step(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
+        after, effects = request.step_prefill(state, event)
+        dequeued = event in (Event.DELIVERED, Event.DELIVERED_AGAIN)
+        return after, (*effects, Effect.ACK) if dequeued else effects
+
+    with patch.object(prefill_job, "step_prefill", step):
+        yield
+
+
+@contextmanager
+def ack_before_whole() -> Iterator[None]:
+    """The message is acked when the reply is generated, before its receiver has all of it."""
+
+    def step(state: Decode, event: Event) -> tuple[Decode, Effects]:
+        after, effects = request.step_decode(state, event)
+        generated = event is Event.GENERATED and Effect.TELL in effects
+        return after, (Effect.ACK, *effects) if generated else effects
+
+    with patch.object(decode_job, "step_decode", step):
+        yield
+
+
+@contextmanager
+def grant_never_expires() -> Iterator[None]:
+    """A ledger keeps blocks for an asker that has died."""
+
+    def tick(self: Ledger, now_s: float, unix_s: float) -> Verdicts:
+        del now_s, unix_s
+        return self._grant()
+
+    with patch.object(Ledger, "tick", tick):
+        yield
+
+
+@contextmanager
+def fence_by_delivery_count() -> Iterator[None]:
+    """A claim under a delivery that counts less than the last one's is fenced: counts can go back."""
+    take = Arbiter._take
+
+    def counted(self: Arbiter, claim: Claim) -> bool:
+        begins = claim.follows is None and self.last is not None
+        if begins and self.last and parse_ack(claim.ack).delivered <= parse_ack(self.last.ack).delivered:
+            return False
+        return take(self, claim)
+
+    with patch.object(Arbiter, "_take", counted):
+        yield
+
+
+@contextmanager
+def stale_nak() -> Iterator[None]:
+    """A fenced holder gives the message back, which another works on."""
+    fenced = {Event.FENCED: (Stage.ENDED, (Effect.STOP, Effect.NAK))}
+    with patch.dict(request.PREFILL_ENDS, fenced), patch.dict(request.DECODE_ENDS, fenced):
+        yield
+
+
+@contextmanager
+def frames_of_an_old_claim() -> Iterator[None]:
+    """Frames are taken from whoever has ever held the claim."""
+
+    def hears(self: Arbiter, claim_id: str) -> bool:
+        del claim_id
+        return self.last is not None and not self.gone
+
+    with patch.object(Arbiter, "hears", hears):
+        yield
+
+
+@contextmanager
+def no_responders_means_gone() -> Iterator[None]:
+    """Where nobody listens, nobody wants the reply: but a living gateway is unheard while the broker comes back."""
+    asked = Holding._asked
+
+    async def hasty(self: Holding, subject: str, payload: bytes) -> Answer:
+        try:
+            return read_answer(await self.bus.request(subject, payload, REPEAT_PERIOD_S))
+        except NoResponders:
+            return Gone()
+        except Exception:
+            return await asked(self, subject, payload)
+
+    with patch.object(Holding, "_asked", hasty):
+        yield
+
+
+@contextmanager
+def accuser_trusts_itself() -> Iterator[None]:
+    """Who was away itself takes everybody else for dead."""
+
+    def never(self: Accuser, *_: float) -> None:
+        del self
+
+    with patch.object(Accuser, "woke", never), patch.object(Accuser, "distrust_myself", never):
+        yield
+
+
+PLANTED: Final = (
+    Planted("ack at dequeue", ack_at_dequeue, "whose client still waits"),
+    Planted("ack before whole", ack_before_whole, "whose client still waits"),
+    Planted("grant never expired", grant_never_expires, "blocks granted"),
+    Planted("fence by delivery count", fence_by_delivery_count, "begins a delivery"),
+    Planted("stale NAK", stale_nak, "NAKed an old delivery"),
+    Planted("frames of an old claim accepted", frames_of_an_old_claim, "had the go"),
+    Planted("no responders taken for gone", no_responders_means_gone, "whose client still waits"),
+    Planted("an accuser that does not check itself", accuser_trusts_itself, "NAKed the present delivery"),
+)
