@@ -12,7 +12,6 @@ import typer
 
 from pipeline.errors import OperatorError
 from pipeline.paths import CONFIGS
-from pipeline.telemetry import logs
 
 if TYPE_CHECKING:
     from tests.chaos.mischief import Kind
@@ -50,6 +49,8 @@ def chaos(
 
     Example: headrace chaos --requests 300 --rate 30 --kills 6
     """
+    from pipeline.telemetry import logs
+
     logs.configure("chaos")
     _find_harness()
     from tests.chaos import overload as over
