@@ -13,7 +13,7 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from pipeline.cli import OPERATOR_EXIT, bench, chaos, chat, dlq, streams
+from pipeline.cli import OPERATOR_EXIT, bench, chaos, chat, dlq, simulate, streams
 from pipeline.cli import credits as books
 from pipeline.errors import OperatorError
 
@@ -75,6 +75,7 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "credits", books.show
     yield "dlq", dlq.app
     yield "chaos", chaos.chaos
+    yield "simulate", simulate.simulate
     for entry in importlib.metadata.entry_points(group=GROUP):
         yield entry.name, entry.load()
 
