@@ -24,10 +24,10 @@ from tests.e2e.running import Running, await_ready
 from workers.engines import launch
 
 ROOT = Path(__file__).parents[2]
-ENGINES = "[model]\ndtype = 'float32'\n"
+ENGINES = "[model]\ndtype = 'float32'\nmax_model_len = 3072\n"
 """How all engines that are compared with each other are set up. In bfloat16 near-ties come out differently (`test_split.py`)."""
 SMALL_DECODE = "[decode]\nkv_cache_bytes = 160_000_000\n"
-"""3,400 tokens in float32: room for the longest prompt, and not for a dozen short ones, so that some must wait for credit."""
+"""3,400 tokens in float32: room for one full context, as vLLM demands, and not for a dozen short requests: some must wait."""
 START_S = 90.0
 """For an LMCache server to answer: it imports torch, and there may be one busy core."""
 

@@ -93,7 +93,7 @@ def test_the_openai_sdk_works_unmodified(running: Running) -> None:
         )
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model=MODEL, messages=question, max_tokens=5000)
-        assert "4096" in caught.value.message
+        assert "3072" in caught.value.message
 
 
 def test_without_max_tokens_the_operators_default_applies(running: Running) -> None:
