@@ -24,7 +24,7 @@ import psutil
 from pipeline import config as configuration
 from pipeline.config import Config
 from pipeline.errors import EngineFailed
-from tests.e2e.prompts import PROMPTS, REPLY_TOKENS
+from tests.e2e.prompts import PROMPTS, REPLY_TOKENS, SPLIT_PROMPTS
 from workers.engines import launch
 from workers.engines.port import EngineInfo, EngineUsage, Prefilled
 from workers.engines.vllm import VllmEngine, _Usage
@@ -54,7 +54,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines did with `PROMPTS`, in order."""
+    """What two engines did with `SPLIT_PROMPTS`, in order. `continued` are replies taken up after so many tokens."""
 
     prefill: EngineInfo
     decode: EngineInfo
@@ -63,6 +63,9 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     replies: list[Reply]
     usage: list[EngineUsage]
     stopped: Reply
+    continued: dict[int, tuple[list[int], str]]
+    continued_to_stop: tuple[list[int], str]
+    continued_after_all: tuple[list[int], str]
     children: list[list[str]]
     seconds: dict[str, float]
 
@@ -156,15 +159,19 @@ async def split(model: str, config: Config) -> Split:
             await engine.start()
             await engine.warm_up()
         marks["started"] = clock()
-        prompts = [await prefill.render(prompt.chat) for prompt in PROMPTS]
+        prompts = [await prefill.render(prompt.chat) for prompt in SPLIT_PROMPTS]
         prefilled = [await prefill.prefill(f"p{n}", prompt, SALT) for n, prompt in enumerate(prompts)]
         marks["prefilled"] = clock()
         replies = [
-            await reply(decode, f"d{n}", prompt, PROMPTS[n].chat, REPLY_TOKENS) for n, prompt in enumerate(prompts)
+            await reply(decode, f"d{n}", prompt, SPLIT_PROMPTS[n].chat, REPLY_TOKENS)
+            for n, prompt in enumerate(prompts)
         ]
         marks["decoded"] = clock()
         again = await prefill.prefill("again", prompts[-1], SALT)
         stopped = await _stop_early(decode, prompts[0])
+        taken_up = _Continued(decode, prompts[0], SPLIT_PROMPTS[0].chat)
+        ids = replies[0].token_ids
+        continued = {at: await taken_up.after(ids[:at]) for at in (1, 7, 16, REPLY_TOKENS - 1)}
         for engine in (prefill, decode):
             await engine.check()
         result = Split(
@@ -175,6 +182,9 @@ async def split(model: str, config: Config) -> Split:
             replies=replies,
             usage=[prefill.usage(), decode.usage()],
             stopped=stopped,
+            continued=continued,
+            continued_to_stop=await taken_up.after(ids[:3], stop=[replies[0].text[8:14]]),
+            continued_after_all=await taken_up.after(ids),
             children=[],
             seconds={},
         )
@@ -187,11 +197,28 @@ async def split(model: str, config: Config) -> Split:
     return msgspec.structs.replace(result, children=_children(), seconds=seconds)
 
 
+class _Continued:
+    """Takes one reply up where another worker has left it."""
+
+    def __init__(self, decode: VllmEngine, prompt: list[int], chat: dict[str, Any]) -> None:
+        self._decode, self._prompt, self._chat = decode, prompt, chat
+
+    async def after(self, delivered: list[int], **fields: Any) -> tuple[list[int], str]:
+        """All tokens and all text of the reply, of which `delivered` was there."""
+        ids, text = list(delivered), ""
+        key = f"continued-{len(delivered)}-{len(fields)}"
+        steps = self._decode.decode(key, self._prompt, SALT, self._chat | fields, REPLY_TOKENS, delivered)
+        async for step in steps:
+            ids += step.token_ids
+            text += step.before + step.text
+        return ids, text
+
+
 async def _stop_early(decode: VllmEngine, prompt: list[int]) -> Reply:
     """The first prompt again, with a stop string that is in its reply, across two tokens."""
-    whole = await reply(decode, "whole", prompt, PROMPTS[0].chat, REPLY_TOKENS)
+    whole = await reply(decode, "whole", prompt, SPLIT_PROMPTS[0].chat, REPLY_TOKENS)
     stop = whole.text[8:14]
-    return await reply(decode, "stopped", prompt, PROMPTS[0].chat | {"stop": [stop]}, REPLY_TOKENS)
+    return await reply(decode, "stopped", prompt, SPLIT_PROMPTS[0].chat | {"stop": [stop]}, REPLY_TOKENS)
 
 
 def _children() -> list[list[str]]:

@@ -42,6 +42,8 @@ def prompt(tokens: int) -> Prompt:
 
 
 PROMPTS: Final = tuple(prompt(tokens) for tokens in LENGTHS)
+SPLIT_PROMPTS: Final = PROMPTS[::3]
+"""For two engines without a pipeline between them, which gets all."""
 
 
 def loadable(tokens: int, chunk: int = CHUNK) -> int:

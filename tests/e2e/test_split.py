@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Engines
 from tests.e2e.engines import Reply, Split
-from tests.e2e.prompts import CHUNK, PROMPTS, REPLY_TOKENS, loadable
+from tests.e2e.prompts import CHUNK, PROMPTS, REPLY_TOKENS, SPLIT_PROMPTS, loadable
 
 pytestmark = pytest.mark.timeout(600)  # a fixture's start of real engines counts to the first test that uses it
 
@@ -24,12 +24,12 @@ def split(engines: Engines, stack: object, model_path: str) -> Split:
 
 
 def test_prompts_have_the_lengths_they_claim(split: Split) -> None:
-    assert [len(reply.prompt) for reply in split.replies] == [prompt.tokens for prompt in PROMPTS]
+    assert [len(reply.prompt) for reply in split.replies] == [prompt.tokens for prompt in SPLIT_PROMPTS]
 
 
 def test_two_engines_reply_as_one(split: Split, reference_replies: list[Reply]) -> None:
     apart = [(reply.token_ids, reply.text) for reply in split.replies]
-    one = [(reply.token_ids, reply.text) for reply in reference_replies]
+    one = [(reply.token_ids, reply.text) for reply in reference_replies[:: len(PROMPTS) // len(SPLIT_PROMPTS)]]
     assert apart == one
 
 
@@ -39,7 +39,7 @@ def test_replies_are_whole(split: Split) -> None:
 
 def test_decode_loads_every_full_chunk_and_computes_only_the_tail(split: Split) -> None:
     loaded = {len(reply.prompt): reply.cached_tokens for reply in split.replies}
-    assert loaded == {prompt.tokens: loadable(prompt.tokens) for prompt in PROMPTS}
+    assert loaded == {prompt.tokens: loadable(prompt.tokens) for prompt in SPLIT_PROMPTS}
 
 
 def test_prefill_makes_one_token_and_finds_nothing_the_first_time(split: Split) -> None:
@@ -47,7 +47,7 @@ def test_prefill_makes_one_token_and_finds_nothing_the_first_time(split: Split) 
 
 
 def test_prefill_finds_a_prompt_it_has_seen(split: Split) -> None:
-    assert split.prefilled_again.cached_tokens == loadable(PROMPTS[-1].tokens)
+    assert split.prefilled_again.cached_tokens == loadable(SPLIT_PROMPTS[-1].tokens)
 
 
 def test_both_engines_may_exchange_kv(split: Split) -> None:
@@ -65,6 +65,16 @@ def test_a_stop_string_is_not_in_the_reply(split: Split) -> None:
     whole = split.replies[0].text
     assert split.stopped.finish_reason == "stop"
     assert split.stopped.text == whole[: whole.index(whole[8:14])]
+
+
+def test_a_reply_taken_up_after_any_token_is_the_reply_that_was_begun(split: Split) -> None:
+    whole = (split.replies[0].token_ids, split.replies[0].text)
+    assert set(map(str, split.continued.values())) == {str(whole)}
+    assert split.continued_after_all == whole, "nothing was left to generate"
+
+
+def test_a_stop_string_ends_a_reply_that_was_taken_up(split: Split) -> None:
+    assert split.continued_to_stop == (split.stopped.token_ids, split.stopped.text)
 
 
 def test_idle_engines_hold_nothing(split: Split) -> None:
