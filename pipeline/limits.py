@@ -50,6 +50,9 @@ SURPLUS_HOLD_S: Final = 0.02
 SURPLUS_PAUSE_S: Final = 0.1
 """A shard that brought a surplus message is not topped up for this long, so that backlog alone costs no deliveries."""
 
+BACKLOG_UNSERVED_S: Final = 0.05
+"""A pull on a shard with backlog is served within a round trip. One that is not, after this long, shows that others took it."""
+
 SPILL_LOAD: Final = 0.85
 """Load above which a worker stops offering slots: the source article's threshold."""
 

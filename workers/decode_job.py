@@ -195,6 +195,8 @@ class DecodeJob(Job):
 
     def _hold(self) -> None:
         """Keep the lease: from acceptance on, and anew once the receiver has confirmed the claim after a doubt."""
+        if self._lease is not None:
+            self.desk.leases.let_go(self._lease)  # the doubt may have been ours alone
         until_s = max(self.deadline_s, self.began_s) + TELLING_GRACE_S + LEASE_SPARE_S
         self._lease = self.desk.leases.hold(self.handoff.ack, lambda: self.happen(Event.DOUBT), until_s)
 

@@ -20,7 +20,8 @@ from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery, Puller
 from pipeline.config import Config
-from pipeline.limits import PRESENCE_PERIOD_S, SURPLUS_HOLD_S
+from pipeline.errors import EngineDead
+from pipeline.limits import LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence, verdict_decoder
@@ -86,6 +87,7 @@ class PrefillWorker:
         self._puller = Puller(bus, self._delivered, self._pull_ended)
         self._jobs: Pool[PrefillJob] = Pool(bus, presences, self._ended)
         self._held: dict[str, Delivery] = {}
+        self._stale_until_s = float("-inf")
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -140,13 +142,14 @@ class PrefillWorker:
     def _delivered(self, delivery: Delivery) -> None:
         """A message has come. Its pull is replaced before anything else is done with it."""
         backlog = subjects.parse_ack(delivery.ack).pending
-        has_slot = self.slots.delivered(delivery.ack, delivery.shard, backlog, self.clock())
+        key = outside.token(8)  # not its ack subject: a restarted broker delivers again under the same one
+        has_slot = self.slots.delivered(key, delivery.shard, backlog, self.clock())
         self._offer()
         if has_slot:
             self._start(delivery)
         else:
             metrics.DELIVERIES.labels(kind="surplus").inc()
-            self._held[delivery.ack] = delivery
+            self._held[key] = delivery
 
     def _pull_ended(self, shard: Shard, count: int) -> None:
         self.slots.ended(shard, count)
@@ -162,11 +165,13 @@ class PrefillWorker:
     def _start(self, delivery: Delivery) -> None:
         job = PrefillJob(self.desk, delivery)
         metrics.DELIVERIES.labels(kind="again" if job.again else "first").inc()
-        self._jobs.start(delivery.ack, job, self._tasks)
+        self._jobs.start(job.holding.claim, job, self._tasks)
 
     def _ended(self, job: PrefillJob) -> None:
         """A slot is free: it goes to a held message first, then back to the shards."""
         metrics.PREFILLS.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+        if isinstance(job.error, EngineDead):
+            self.slots.close()  # until the health check ends this process: what came here would only come back
         self._weigh()
         key = self.slots.finished()
         if key is not None:
@@ -175,15 +180,23 @@ class PrefillWorker:
 
     async def _give_back_surplus(self) -> None:
         while True:
+            asked_s = self.clock()
             await anyio.sleep(SURPLUS_HOLD_S / 2)
+            if self.clock() - asked_s > LEASE_SILENT_MAX_S:
+                self._stale_until_s = self.clock() + 2 * SURPLUS_HOLD_S
             await self._return_surplus()
             self._offer()
 
     async def _return_surplus(self) -> None:
-        """Without a connection the broker has taken them back already, or will after `ack_wait`."""
+        """Without a connection the broker has taken them back already, or will after `ack_wait`.
+
+        After this process stood still, what it reads may be another's by now, and a NAK would take it from there.
+        """
         for key in self.slots.surplus(self.clock()):
-            with contextlib.suppress(BusError):
-                await acks.nak(self.bus, self._held.pop(str(key)).ack)
+            ack = self._held.pop(str(key)).ack
+            if self.clock() >= self._stale_until_s:
+                with contextlib.suppress(BusError):
+                    await acks.nak(self.bus, ack)
 
     async def _keep_ranks(self) -> None:
         """Ranks follow who lives; a pull that stands keeps its old rank until it ends."""

@@ -6,7 +6,8 @@ A standing pull is an open hand: the broker puts the next message of that shard 
 * A shard without backlog gets open hands even when there are more such shards than free slots: nothing is waiting there. Should
   more arrive than there are slots, the surplus is held for `SURPLUS_HOLD_S`, in case a slot frees, and then given back; that
   shard is left alone for `SURPLUS_PAUSE_S`.
-* Shards with backlog share exactly the free slots, in turn: backlog alone must cost no deliveries.
+* Shards with backlog share exactly the free slots, in turn: backlog alone must cost no deliveries. What we know of a backlog
+  is old, since others work on it too: where a pull is not served at once, nothing is waiting, and its slot is free for others.
 * Shards that another worker owns get one hand each, and only below `SPILL_LOAD`; urgent classes and own shards come first.
 """
 
@@ -15,7 +16,7 @@ from math import ceil
 
 import msgspec
 
-from pipeline.limits import SURPLUS_HOLD_S, SURPLUS_PAUSE_S
+from pipeline.limits import BACKLOG_UNSERVED_S, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
 from pipeline.protocol.placement import takes_foreign
 from pipeline.protocol.subjects import CLASSES, Shard
 
@@ -33,6 +34,8 @@ class _Lane(msgspec.Struct):
     outstanding: int = 0
     backlog: int = 0
     paused_until_s: float = float("-inf")
+    asked_s: float = float("-inf")
+    """When a pull was last added here, or served."""
 
 
 class Slots:
@@ -70,6 +73,7 @@ class Slots:
         lane = self._lanes[shard]
         lane.outstanding = max(0, lane.outstanding - 1)
         lane.backlog = backlog
+        lane.asked_s = now_s
         if self.open and self.busy < self.capacity:
             self.busy += 1
             return True
@@ -112,8 +116,11 @@ class Slots:
             return []
         lanes = [(shard, self._lanes[shard]) for shard in self._turn if now_s >= self._lanes[shard].paused_until_s]
         lanes = [(shard, lane) for shard, lane in lanes if lane.rank == 0 or takes_foreign(self.load)]
+        for _, lane in lanes:
+            if lane.outstanding and now_s - lane.asked_s > BACKLOG_UNSERVED_S:
+                lane.backlog = 0
         idle = [offer for shard, lane in lanes if lane.backlog == 0 and (offer := self._top_up(shard, lane))]
-        return idle + self._share((shard, lane) for shard, lane in lanes if lane.backlog > 0)
+        return idle + self._share(((shard, lane) for shard, lane in lanes if lane.backlog > 0), now_s)
 
     def _top_up(self, shard: Shard, lane: _Lane) -> Offer | None:
         """Own shards hold half the free slots open, so that a burst does not run past a single hand to the next worker."""
@@ -124,13 +131,14 @@ class Slots:
         lane.outstanding += batch
         return Offer(shard, batch, lane.rank)
 
-    def _share(self, lanes: Iterable[tuple[Shard, _Lane]]) -> list[Offer]:
+    def _share(self, lanes: Iterable[tuple[Shard, _Lane]], now_s: float) -> list[Offer]:
         """One pull each in turn, until every free slot has one."""
         backlogged = list(lanes)
         left = self.free - sum(lane.outstanding for _, lane in backlogged)
         offers = []
         for shard, lane in backlogged[: max(0, left)]:
             lane.outstanding += 1
+            lane.asked_s = now_s
             offers.append(Offer(shard, 1, lane.rank))
             self._turn.remove(shard)
             self._turn.append(shard)

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline.limits import SPILL_LOAD, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
+from pipeline.limits import BACKLOG_UNSERVED_S, SPILL_LOAD, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
 from pipeline.protocol.slots import Offer, Slots
 from pipeline.protocol.subjects import Shard
 
@@ -60,6 +60,21 @@ def test_shards_with_backlog_share_exactly_the_free_slots_in_turn() -> None:
     assert {first.shard, second.shard} == {OWN, ALSO}
     made.finished()
     assert sum(offer.batch for offer in made.offers(0.0)) == 1
+
+
+def test_a_pull_that_is_not_served_at_once_shows_that_the_backlog_is_gone_and_leaves_its_slot_to_others() -> None:
+    made = Slots(2)
+    made.rank({OWN: 0, ALSO: 0}, 0.0)
+    made.delivered("a", OWN, 5, 0.0)
+    made.delivered("b", ALSO, 5, 0.0)
+    made.finished()
+    [first] = made.offers(1.0)
+    (other,) = {OWN, ALSO} - {first.shard}
+    assert made.offers(1.0 + BACKLOG_UNSERVED_S / 2) == []
+    assert made.offers(1.0 + 2 * BACKLOG_UNSERVED_S) == [Offer(other, 1, 0)]
+    made.delivered("c", first.shard, 3, 1.2)
+    made.finished()
+    assert [offer.shard for offer in made.offers(1.2)] == [first.shard], "what came says more than what did not"
 
 
 def test_a_surplus_message_takes_a_slot_that_frees_in_time() -> None:

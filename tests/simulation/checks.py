@@ -37,6 +37,9 @@ REFUSALS: Final = {"model": "model_not_found", "max_tokens": "context_length_exc
 """What a malformed field is answered with."""
 
 
+DELIVERIES_MAX: Final = 30
+"""Of one message. Backlog costs no deliveries, and neither does a worker that can do nothing with them."""
+
 HEARD_WITHIN_S: Final = 2 * PRESENCE_PERIOD_S + ACCUSE_SILENT_S
 """After an illness, everybody has heard of a process again, and has no reason to accuse it."""
 
@@ -56,6 +59,7 @@ class Checks(Watch):
         self._current: dict[str, Claim] = {}
         self._seen: set[str] = set()
         self._newest: dict[tuple[str, int], str] = {}
+        self._deliveries: Counter[tuple[str, int]] = Counter()
         self._failed = 0
         self._ill_until_s: dict[Process | None, float] = {}
 
@@ -115,6 +119,9 @@ class Checks(Watch):
         if message.reply.startswith(ACK):
             ack = parse_ack(message.reply)
             self._newest[ack.stream, ack.sequence] = message.reply
+            self._deliveries[ack.stream, ack.sequence] += 1
+            if self._deliveries[ack.stream, ack.sequence] == DELIVERIES_MAX + 1:
+                self.wrong(f"#{ack.sequence} of {ack.stream} was delivered more than {DELIVERIES_MAX} times")
         self._story.delivered(link.process.name, message)
 
     def leased(self, link: Link, stream: str, sequence: int, word: bytes) -> None:

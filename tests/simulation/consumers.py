@@ -231,6 +231,8 @@ class Consumer:
         for stored in acked:
             self.stream.put_back(stored)
             self.pending[stored.sequence] = Pending()
+        if chance.random() < 0.5:
+            self._deliveries = chance.randrange(self._deliveries + 1)
         for pending in self.pending.values():
             if chance.random() < 0.5:
                 pending.delivered = chance.randrange(pending.delivered + 1)
