@@ -81,7 +81,9 @@ class Chat:
         order = intake.take(request, headers, body, self._terms)
         fleet = self._lookout.fleet()
         order.model = fleet.choose(order.model)
-        self._admission.enter(fleet.prefill, fleet.decode, self._clock())
+        self._admission.enter(
+            fleet.prefill, fleet.decode, self._clock(), saturated=fleet.slots_free == 0, timeout_s=order.timeout_s
+        )
         return order
 
     async def _serve(self, order: Order, asked_s: float, receive: Receive, out: "Outgoing") -> None:
@@ -95,7 +97,8 @@ class Chat:
                 watch.cancel()
         finally:
             self._replies.close(reply)
-            self._admission.leave(self._clock(), drained=reply.published)
+            whole = isinstance(reply.end, Done)
+            self._admission.leave(self._clock(), drained=reply.published, served=whole)
             metrics.IN_FLIGHT.dec()
             _count_end(order, reply, self._clock() - asked_s)
 

@@ -15,10 +15,11 @@ _FRESH_S: Final = 0.05
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Ready workers of both kinds, and for each served model the longest context that all of them take."""
+    """Ready workers of both kinds, the slots that prefill has free, and the longest context that all take, by served model."""
 
     prefill: int = 0
     decode: int = 0
+    slots_free: int = 0
     models: dict[str, int] = {}
 
     def choose(self, model: str) -> str:
@@ -49,7 +50,8 @@ def survey(presences: Presences, as_of_s: float) -> Fleet:
     models: dict[str, int] = {}
     for worker in (*prefill, *decode):
         models[worker.model] = min(models.get(worker.model, worker.max_model_len), worker.max_model_len)
-    return Fleet(prefill=len(prefill), decode=len(decode), models=models)
+    slots_free = sum(worker.slots_free for worker in prefill)
+    return Fleet(prefill=len(prefill), decode=len(decode), slots_free=slots_free, models=models)
 
 
 class Lookout:

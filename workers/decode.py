@@ -74,7 +74,7 @@ class DecodeWorker:
         self.bus, self.engine, self.config, self.me = bus, engine, config, me
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
-        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks)
+        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, seats=config.decode.slots)
         self.desk = Desk(
             bus=bus,
             engine=engine,

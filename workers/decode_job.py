@@ -142,9 +142,8 @@ class DecodeJob(Job):
         self._hold()
         if self._message.delivered > 1:
             self._counted = True
-            with contextlib.suppress(
-                BusError, CapacityError
-            ):  # a start that is not counted, rather than a reply that fails
+            # A start that is not counted, rather than a reply that fails.
+            with contextlib.suppress(BusError, CapacityError):
                 await self.desk.starts.record(self._message)
         self.accepted = True
         await self.answer(HandoffAnswer(state="accepted"))

@@ -1,7 +1,9 @@
 """Whether a gateway takes one more request, and how long a refused one should wait.
 
-Two bounds: the requests in flight at this gateway, and the presence of workers of both kinds. Everything beyond them is decided
-where the room is: by the queue (a creator's share), and by the decode workers (credits).
+Three bounds: the requests in flight at this gateway, the presence of workers of both kinds, and, while no prefill worker has a
+free slot, the time that a request has: one that would wait for longer than it may take is refused at once, since by the time
+it is served nobody wants it any more, and the work on it would be missing elsewhere. Everything beyond them is decided where
+the room is: by the queue (a creator's share), and by the decode workers (credits).
 
 The wait is honest. Places become free at a rate that is measured: an average over the last `DRAIN_MEMORY_S` that forgets
 exponentially. Each refused request is promised the next place that nobody was promised before:
@@ -65,10 +67,21 @@ class Admission:
         self.in_flight_max = in_flight_max
         self.in_flight = 0
         self._drain = DrainRate()
+        self._served = DrainRate()
+        """Replies per second of saturated time alone: at other times the rate says what was asked for, not what can be done."""
+        self._saturated = False
+        self._saturated_s = 0.0
+        self._looked_s = -math.inf
         self._promised_s = -math.inf
 
-    def enter(self, prefill: int, decode: int, now_s: float) -> None:
-        """Let one request in, or raise `NoWorkers` or `CapacityError`. `prefill` and `decode` count the ready workers."""
+    def enter(
+        self, prefill: int, decode: int, now_s: float, *, saturated: bool = False, timeout_s: float = math.inf
+    ) -> None:
+        """Let one request in, or raise `NoWorkers` or `CapacityError`. `prefill` and `decode` count the ready workers.
+
+        `saturated`: no prefill worker has a free slot. `timeout_s` is the time that the request has.
+        """
+        self._look(now_s, saturated=saturated)
         missing = [kind for kind, ready in (("prefill", prefill), ("decode", decode)) if not ready]
         if missing:
             raise NoWorkers(f"No {' and no '.join(missing)} worker is ready.", retry_after_s=RETRY_UNMEASURED_S)
@@ -77,14 +90,34 @@ class Admission:
                 f"This gateway works on {self.in_flight} requests, as many as it takes.",
                 retry_after_s=self.wait_s(now_s),
             )
+        if (wait_s := self._expected_s()) > timeout_s:
+            raise CapacityError(
+                f"A request would take about {wait_s:.0f} s now, and this one has {timeout_s:g} s.",
+                retry_after_s=self.wait_s(now_s),
+            )
         self.in_flight += 1
 
-    def leave(self, now_s: float, *, drained: bool) -> None:
-        """One that was let in has ended. `drained`: it had reached the queue, so its end says how fast the fleet is."""
+    def leave(self, now_s: float, *, drained: bool, served: bool = False) -> None:
+        """One that was let in has ended. `drained`: it had reached the queue. `served`: its reply is whole."""
         assert self.in_flight > 0
         self.in_flight -= 1
+        self._look(now_s, saturated=self._saturated)
         if drained:
             self._drain.freed(now_s)
+        if served and self._saturated:
+            self._served.freed(self._saturated_s)
+
+    def _look(self, now_s: float, *, saturated: bool) -> None:
+        """Let the clock run that counts saturated time alone."""
+        if self._saturated:
+            self._saturated_s += max(0.0, now_s - self._looked_s)
+        self._saturated, self._looked_s = saturated, now_s
+
+    def _expected_s(self) -> float:
+        """How long one more request would take: all that are inside, at the rate of a fleet that does what it can."""
+        if not self._saturated or not self._served.measured:
+            return 0.0
+        return (self.in_flight + 1) / self._served.per_s(self._saturated_s)
 
     def wait_s(self, now_s: float) -> float:
         """When to come back, for one that is refused now: the next place that nobody was promised."""

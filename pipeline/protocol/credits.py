@@ -16,10 +16,10 @@ it is repeated under the same id while it is wanted, and answered with its prese
 `Asking` is the other half: which decode workers to ask for one request, when to try a second one, and what to give back.
 """
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from enum import Enum, auto
-from math import ceil
 from typing import Final, Literal
 
 import msgspec
@@ -27,6 +27,7 @@ import msgspec
 from pipeline.limits import (
     ASK_SILENT_MAX_S,
     ASKS_WAITING_MAX,
+    GRANTS_PER_SEAT,
     REPEAT_PERIOD_S,
     RESERVE_RATIO,
     SECOND_ASK_AFTER_S,
@@ -82,15 +83,22 @@ Verdicts = list[tuple[str, Verdict]]
 
 
 class Ledger:
-    """The blocks of one decode worker, in one epoch of its life. Times are monotonic seconds, deadlines Unix time."""
+    """The blocks of one decode worker, in one epoch of its life. Times are monotonic seconds, deadlines Unix time.
 
-    def __init__(self, decode: str, epoch: str, blocks: int, reserve_ratio: float = RESERVE_RATIO) -> None:
+    `seats`: sequences that its engine runs at once; None where it has no bound of them.
+    """
+
+    def __init__(
+        self, decode: str, epoch: str, blocks: int, reserve_ratio: float = RESERVE_RATIO, seats: int | None = None
+    ) -> None:
         self.decode = decode
         self.epoch = epoch
         self.blocks = blocks
-        self.reserve = ceil(blocks * reserve_ratio)
+        self.reserve = math.ceil(blocks * reserve_ratio)
         self.free = blocks
+        self.grants_max = math.inf if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
         self.totals = Totals()
+        self._outstanding = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()
@@ -198,6 +206,7 @@ class Ledger:
         totals, held = self.totals, self.blocks_in(GrantState.GRANTED) + self.blocks_in(GrantState.CONSUMED)
         outstanding = self.count(GrantState.GRANTED) + self.count(GrantState.CONSUMED)
         assert totals.granted == totals.released + totals.expired + totals.returned + outstanding, self.totals
+        assert outstanding == self._outstanding <= self.grants_max, outstanding
         assert 0 <= self.free <= self.blocks, self.free
         assert self.free + held == self.blocks, (self.free, held, self.blocks)
         assert self.count(GrantState.WAITING) == len(self._waiting) <= ASKS_WAITING_MAX
@@ -216,11 +225,12 @@ class Ledger:
         out: Verdicts = []
         while self._waiting:
             entry = next(iter(self._waiting.values()))
-            if self.free - entry.ask.blocks < self.reserve:
+            if self.free - entry.ask.blocks < self.reserve or self._outstanding >= self.grants_max:
                 break
             self._waiting.popitem(last=False)
             entry.state = GrantState.GRANTED
             self.free -= entry.ask.blocks
+            self._outstanding += 1
             self.totals.granted += 1
             out.append(self._verdict(entry))
         return out
@@ -231,6 +241,7 @@ class Ledger:
             del self._waiting[ask_id]
         else:
             self.free += entry.ask.blocks
+            self._outstanding -= 1
 
     def _verdict(self, entry: _Entry) -> tuple[str, Verdict]:
         state: Literal["waiting", "granted"] = "waiting" if entry.state is GrantState.WAITING else "granted"

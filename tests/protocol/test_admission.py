@@ -113,3 +113,42 @@ def test_the_wait_stays_within_its_bounds_whatever_happens(steps: list[tuple[flo
         else:
             assert RETRY_AFTER_MIN_S <= refused_wait_s(door, now_s) <= RETRY_AFTER_MAX_S
         assert 0 <= door.in_flight <= door.in_flight_max
+
+
+def saturated(door: Admission, seconds: float, rate: float, inside: int) -> float:
+    """A full house for so long, served at a steady rate. The time then."""
+    for _ in range(inside):
+        door.enter(1, 1, 0.0, saturated=True)
+    for number in range(1, int(seconds * rate)):
+        door.leave(number / rate, drained=True, served=True)
+        door.enter(1, 1, number / rate, saturated=True)
+    return seconds
+
+
+def test_who_would_wait_longer_than_it_may_take_is_refused_at_once() -> None:
+    door = Admission(1000)
+    now_s = saturated(door, seconds=20.0, rate=10.0, inside=50)
+    with pytest.raises(CapacityError) as caught:
+        door.enter(1, 1, now_s, saturated=True, timeout_s=4.0)
+    assert caught.value.retry_after_s
+    assert "4 s" in caught.value.message
+    door.enter(1, 1, now_s, saturated=True, timeout_s=8.0)
+    door.enter(1, 1, now_s, saturated=False, timeout_s=0.1)
+
+
+def test_a_quiet_time_says_nothing_of_what_the_fleet_can_do() -> None:
+    door = Admission(1000)
+    for number in range(5):
+        door.enter(1, 1, number * 60.0)
+        door.leave(number * 60.0 + 1, drained=True, served=True)
+    for _ in range(100):
+        door.enter(1, 1, 300.0, saturated=True, timeout_s=1.0)
+
+
+def test_what_expired_was_not_served() -> None:
+    door = Admission(1000)
+    now_s = saturated(door, seconds=20.0, rate=10.0, inside=20)
+    for number in range(15):
+        door.leave(now_s + number / 100, drained=True)
+    with pytest.raises(CapacityError):
+        door.enter(1, 1, now_s + 0.2, saturated=True, timeout_s=0.4)

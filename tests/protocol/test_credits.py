@@ -185,6 +185,13 @@ def test_an_ask_past_its_deadline_is_dropped() -> None:
     assert book.free == 100
 
 
+def test_no_more_is_granted_than_the_engine_has_seats_for_and_a_few_on_their_way() -> None:
+    book = Ledger("decode-1", "e1", 100, seats=4)
+    assert [states(book.ask(ask(name, 1), 0.0))[name] for name in "abcdef"] == ["granted"] * 5 + ["waiting"]
+    assert states(book.give_back("a")) == {"f": "granted"}
+    book.check()
+
+
 class LedgerMachine(RuleBasedStateMachine):
     """Any order of anything: every block is in one place, every grant in one state."""
 
@@ -343,6 +350,17 @@ def test_a_waiting_answer_elsewhere_does_not_touch_the_grant() -> None:
     search.verdict(verdict(first, "granted"))
     assert search.verdict(verdict(second, "waiting")) == [Send(second.decode, Return(ask=second.message.ask))]
     assert search.grant is not None
+
+
+def test_a_refused_handoff_whose_grant_is_lost_already_changes_nothing() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    search.verdict(verdict(first, "waiting"))
+    search.lost()
+    assert search.grant is None
+    [again] = search.tick(REPEAT_PERIOD_S, live, (0, 0))
+    assert again.message == first.message, "the ask still waits, and is repeated"
 
 
 def test_a_refused_handoff_loses_the_grant_and_the_search_goes_on_under_a_new_id() -> None:
