@@ -11,13 +11,13 @@ from tests.gateway.stack import Stack, stack
 from tests.nats_server import NatsServer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def anyio_backend() -> Any:
     """asyncio's own loop: closing uvloop's never ends where a test that failed has left a server open."""
     return ("asyncio", {"use_uvloop": False})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A broker of our own."""
     server = NatsServer(tmp_path_factory.mktemp("nats"))
@@ -35,7 +35,7 @@ def broker(tmp_path: Path) -> Iterator[NatsServer]:
     server.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 async def shared(nats_url: str, anyio_backend: Any) -> AsyncIterator[Stack]:
     """A gateway with the default bounds, shared by all."""
     async with stack(nats_url, body_bytes_max=500_000) as started:

@@ -208,6 +208,8 @@ class WorkerDouble:
             ready=ready,
             model=model,
             max_model_len=MAX_MODEL_LEN,
+            slots=8,
+            slots_free=8,
         )
         with suppress(Disconnected):
             await self._bus.publish(subjects.presence(role, presence.id), encode(presence))
