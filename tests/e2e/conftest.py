@@ -120,7 +120,7 @@ def reference_replies(engines: Engines, model_path: str, tmp_path_factory: pytes
     return msgspec.json.decode(engines("reference", model_path, str(path), timeout_s=300), type=list[Reply])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def running(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Running]:
     """`headrace up`, ready. At its end nothing is left: no process, no shared memory."""
     folder = tmp_path_factory.mktemp("up")
