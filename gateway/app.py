@@ -82,7 +82,7 @@ class Gateway:
         self.admission = Admission(config.gateway.in_flight_max)
         accuser = Accuser(outside.monotonic_s())
         self.replies = Replies(bus, accuser, outside.monotonic_s)
-        self.vigil = Vigil(bus, accuser, self.presences, self.replies)
+        self.vigil = Vigil(bus, accuser, self.presences, self.replies, process)
         self.lookout = Lookout(self.presences, outside.monotonic_s)
         self.chat = Chat(
             bus=bus,

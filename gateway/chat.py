@@ -124,7 +124,7 @@ class Chat:
         timeout_s = min(PUBLISH_TIMEOUT_S, order.timeout_s / 2)
         try:
             await self._bus.store(order.subject, payload, msg_id=order.id, timeout_s=timeout_s)
-            reply.published = True
+            self._replies.confirm(reply)
         except CapacityError as error:
             wait_s = error.retry_after_s or self._admission.wait_s(self._clock())
             reply.finish(msgspec.structs.replace(error.body(), retry_after_s=wait_s))

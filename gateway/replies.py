@@ -28,7 +28,9 @@ from pipeline.protocol.messages import (
     Cancel,
     Done,
     Failed,
+    Fenced,
     From,
+    Go,
     Gone,
     Notice,
     Whole,
@@ -38,6 +40,9 @@ from pipeline.protocol.messages import (
 )
 from pipeline.protocol.reply import Receiver
 from pipeline.telemetry import logs, metrics
+
+ANSWER_WITHIN_S: Final = 1.0
+"""For somebody to answer for a reply, after we were away."""
 
 WHOLE_REMEMBERED_MAX: Final = 4096
 """Finished requests that still answer `whole` to a late claim. One that is forgotten answers `gone`, and is acked as well."""
@@ -58,6 +63,7 @@ class Reply:
         "answer_by_s",
         "asked_s",
         "delivered",
+        "doubted",
         "end",
         "last_frame_s",
         "left",
@@ -73,6 +79,7 @@ class Reply:
         self.receiver = Receiver(request)
         self.answer_by_s: float | None = None
         """Set while it is not known whether anybody works on it: until then somebody must answer for it."""
+        self.doubted = False
         self.published = False
         self.delivered = False
         self.end: Done | ErrorBody | None = None
@@ -149,6 +156,19 @@ class Replies:
             self._say(*notice)
         self._say(subjects.cancel(reply.request), Cancel(reply.request))
 
+    def confirm(self, reply: Reply) -> None:
+        """The queue has its request. Where we were away meanwhile, it may have been taken up and dropped already."""
+        reply.published = True
+        if reply.doubted:
+            reply.answer_by_s = self._clock() + ANSWER_WITHIN_S
+
+    def doubt_all(self, now_s: float) -> None:
+        """We were away: somebody must answer for every reply now, or once it is known that its request was stored."""
+        for reply in self._open.values():
+            reply.doubted = True
+            if reply.published:
+                reply.answer_by_s = now_s + ANSWER_WITHIN_S
+
     def fail_all(self, error: ErrorBody) -> None:
         """End every reply that is not whole, as the gateway stops."""
         for reply in self._open.values():
@@ -189,9 +209,9 @@ class Replies:
             return
         self._accuser.heard(claim.holder, claim.epoch, self._clock())
         reply = self._open.get(claim.request)
-        if reply is not None:
-            reply.answer_by_s = None
         answer = self._late(claim.request) if reply is None else reply.receiver.claim(claim)
+        if reply is not None and isinstance(answer, Go):
+            reply.answer_by_s = None
         if message.reply:
             self._say(message.reply, answer)
 
@@ -206,8 +226,9 @@ class Replies:
         return Whole() if request in self._whole else Gone()
 
     def _take(self, reply: Reply, frame: AnyFrame, now_s: float) -> Answer | None:
-        reply.answer_by_s = None
         heard = reply.receiver.frame(frame, now_s)
+        if not isinstance(heard.answer, Fenced):
+            reply.answer_by_s = None
         if heard.text:
             reply.add(heard.text)
             _measure(reply, now_s)

@@ -7,21 +7,22 @@ nobody answers for.
 """
 
 import asyncio
+import contextlib
 from typing import Final
 
 from gateway.replies import Replies, Reply
 from pipeline import outside
 from pipeline.bus.connection import Bus
-from pipeline.bus.errors import Disconnected
+from pipeline.bus.errors import BusError, Disconnected
 from pipeline.errors import ReplyLost
-from pipeline.limits import RECEIVER_SILENT_MAX_S
+from pipeline.limits import PRESENCE_PERIOD_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.presence import Presences
 from pipeline.telemetry import logs, metrics
 
 PERIOD_S: Final = 0.05
-ANSWER_WITHIN_S: Final = 1.0
-"""For somebody to answer for a reply, after we were away."""
+HEARS_ITSELF_WITHIN_S: Final = 1.5 * PRESENCE_PERIOD_S
+"""A connection on which our own presence does not come back brings nobody else's either."""
 
 LOST: Final = ReplyLost("The gateway was away, and nobody works on this reply any more: send it again.").body()
 
@@ -31,7 +32,8 @@ log = logs.get("gateway")
 class Vigil:
     """One gateway's watch. `presences` are fed by the watcher, frames and claims by `replies`."""
 
-    def __init__(self, bus: Bus, accuser: Accuser, presences: Presences, replies: Replies) -> None:
+    def __init__(self, bus: Bus, accuser: Accuser, presences: Presences, replies: Replies, process: str) -> None:
+        self._process = process
         self._bus = bus
         self._presences = presences
         self._replies = replies
@@ -49,11 +51,14 @@ class Vigil:
             late_s = now_s - asked_s - PERIOD_S
             self.accuser.woke(late_s, now_s)
             if late_s > RECEIVER_SILENT_MAX_S:
-                self.was_away(now_s)
-            self.look(now_s)
+                await self._read_what_came()
+                self.was_away(outside.monotonic_s())
+            self.look(outside.monotonic_s())
 
     def look(self, now_s: float) -> None:
         """Accuse who is dead, and end what nobody has answered for."""
+        if not self._hears_itself(now_s):
+            self.accuser.distrust_myself(now_s)
         for worker, epoch, heard_s in self._presences.heard_of(("prefill", "decode")):
             self.accuser.heard(f"holder.{worker}", epoch, heard_s)
         for reply in self._replies.all():
@@ -64,9 +69,17 @@ class Vigil:
     def was_away(self, now_s: float) -> None:
         """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
         self._replies.ask_holders()
-        for reply in self._replies.all():
-            if reply.published:
-                reply.answer_by_s = now_s + ANSWER_WITHIN_S
+        self._replies.doubt_all(now_s)
+
+    def _hears_itself(self, now_s: float) -> bool:
+        """Our own presence comes back to us, if the connection carries anything."""
+        heard = self._presences.heard_of(("gateway",))
+        return any(who == self._process and now_s - at_s < HEARS_ITSELF_WITHIN_S for who, _, at_s in heard)
+
+    async def _read_what_came(self) -> None:
+        """What workers said while we were away is no answer: who said it may have given up since."""
+        with contextlib.suppress(BusError):
+            await self._bus.barrier()
 
     def _judge(self, reply: Reply, now_s: float) -> None:
         claim = reply.receiver.arbiter.last

@@ -200,14 +200,15 @@ class PrefillJob(Job):
 
     async def _ask(self) -> None:
         """Ask until there is a grant, and keep asking, so that it is kept, until it has been handed off."""
-        if self.asking is None:
-            self.asking = Asking(
-                self.address.request,
-                self.holding.claim,
-                blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size),
-                self.intake.deadline_s,
-                self.desk.verdicts_at,
-            )
+        if self.asking is not None:
+            return  # the first search goes on, and has seen that its grant is lost
+        self.asking = Asking(
+            self.address.request,
+            self.holding.claim,
+            blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size),
+            self.intake.deadline_s,
+            self.desk.verdicts_at,
+        )
         asked_s, had = self._clock(), False
         while True:
             self.send(self.asking.tick(self._clock(), self.desk.decoders(), (outside.roll(), outside.roll())))

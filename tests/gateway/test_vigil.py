@@ -5,8 +5,8 @@ from typing import cast
 
 import pytest
 
-from gateway.replies import Replies
-from gateway.vigil import ANSWER_WITHIN_S, LOST, Vigil
+from gateway.replies import ANSWER_WITHIN_S, Replies
+from gateway.vigil import LOST, Vigil
 from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.limits import ACCUSE_SILENT_S, RECEIVER_SILENT_MAX_S
@@ -45,7 +45,7 @@ class Watched:
         self.presences = Presences()
         accuser = Accuser(clock.now_s)
         self.replies = Replies(cast("Bus", self.bus), accuser, outside.monotonic_s)
-        self.vigil = Vigil(cast("Bus", self.bus), accuser, self.presences, self.replies)
+        self.vigil = Vigil(cast("Bus", self.bus), accuser, self.presences, self.replies, "me")
         self.reply = self.replies.open("r", clock.now_s, 60.0)
         self.reply.published = True
         self.replies.on_claim(claim("r"))
@@ -54,8 +54,10 @@ class Watched:
     def speaks(self, epoch: str = "1") -> None:
         self.presences.heard(Presence(role="decode", id="1", epoch=epoch, ready=True), self.clock.now_s)
 
-    def later(self, passed_s: float) -> list[tuple[str, bytes]]:
+    def later(self, passed_s: float, *, hears: bool = True) -> list[tuple[str, bytes]]:
         self.clock.now_s += passed_s
+        if hears:
+            self.presences.heard(Presence(role="gateway", id="me", epoch="1", ready=True), self.clock.now_s)
         self.vigil.look(self.clock.now_s)
         return self.bus.take()
 
@@ -114,8 +116,27 @@ async def test_after_a_long_absence_one_frame_is_answer_enough(watched: Watched)
     assert watched.reply.end is None
 
 
-async def test_what_was_never_published_is_not_given_up(watched: Watched) -> None:
+async def test_what_is_not_published_yet_is_doubted_from_when_it_is(watched: Watched) -> None:
     watched.reply.published = False
     watched.vigil.was_away(watched.clock.now_s)
     watched.later(RECEIVER_SILENT_MAX_S)
     assert watched.reply.end is None
+    watched.replies.confirm(watched.reply)
+    watched.later(ANSWER_WITHIN_S / 2)
+    assert watched.reply.end is None
+    watched.later(ANSWER_WITHIN_S)
+    assert watched.reply.end == LOST
+
+
+async def test_on_a_connection_that_carries_nothing_nobody_is_accused(watched: Watched) -> None:
+    watched.speaks()
+    for _ in range(20):
+        assert watched.later(0.2, hears=False) == []
+
+
+async def test_after_an_absence_a_fenced_claim_is_no_answer(watched: Watched) -> None:
+    watched.replies.on_claim(claim("r", 2))
+    watched.vigil.was_away(watched.clock.now_s)
+    watched.replies.on_claim(claim("r", 1))
+    watched.later(ANSWER_WITHIN_S + 0.01)
+    assert watched.reply.end == LOST

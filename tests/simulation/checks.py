@@ -58,7 +58,7 @@ class Checks(Watch):
         self._claims: dict[str, Claim] = {}
         self._current: dict[str, Claim] = {}
         self._seen: set[str] = set()
-        self._newest: dict[tuple[str, int], str] = {}
+        self._newest: dict[tuple[str, int], tuple[str, Process]] = {}
         self._deliveries: Counter[tuple[str, int]] = Counter()
         self._failed = 0
         self._ill_until_s: dict[Process | None, float] = {}
@@ -118,7 +118,7 @@ class Checks(Watch):
         """A stream has handed out a message."""
         if message.reply.startswith(ACK):
             ack = parse_ack(message.reply)
-            self._newest[ack.stream, ack.sequence] = message.reply
+            self._newest[ack.stream, ack.sequence] = (message.reply, link.process)
             self._deliveries[ack.stream, ack.sequence] += 1
             if self._deliveries[ack.stream, ack.sequence] == DELIVERIES_MAX + 1:
                 self.wrong(f"#{ack.sequence} of {ack.stream} was delivered more than {DELIVERIES_MAX} times")
@@ -138,7 +138,8 @@ class Checks(Watch):
         read = parse_ack(ack)
         stored = self._broker.js.streams[read.stream].messages.get(read.sequence)
         current = self._current.get(_id_of(stored.data)) if stored is not None else None
-        if current is None or current.ack != self._newest.get((read.stream, read.sequence)):
+        newest, taker = self._newest[read.stream, read.sequence]
+        if current is None or current.ack != newest or taker is process:
             return
         holder = self.fleet.named(current.holder.partition(".")[2])
         if holder is None or holder.process is process or holder.begun_epoch != current.epoch:

@@ -81,7 +81,7 @@ class Client:
                 msg_id=order.id,
                 timeout_s=min(PUBLISH_TIMEOUT_S, order.timeout_s / 2),
             )
-            relay.published = True
+            at.gateway.replies.confirm(relay)
         except ReplyError as error:
             relay.finish(error.body())
 

@@ -14,6 +14,7 @@ import anyio
 from gateway.app import Gateway
 from pipeline import outside
 from pipeline.bus.connection import Bus
+from pipeline.bus.errors import BusError
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
 from pipeline.limits import DRAIN_S
@@ -26,6 +27,8 @@ from workers.engines.simulated import SimulatedEngine
 from workers.engines.simulated.tier import LocalTier
 from workers.identity import new_identity
 from workers.prefill import PrefillWorker
+
+RESTART_S: Final = 0.3
 
 SKEW_S: Final = 0.2
 """Clocks are this wrong at most."""
@@ -53,6 +56,12 @@ class Running:
         worker = self.prefill or self.decode
         return worker.me.epoch if worker is not None else ""
 
+    @property
+    def serves(self) -> bool:
+        """Whether it has come through its start."""
+        worker = self.prefill or self.decode
+        return worker.ready if worker is not None else self.ready
+
     def __str__(self) -> str:
         return self.process.name
 
@@ -75,19 +84,22 @@ class Fleet:
         self.tier = LocalTier(max(1, config.simulated.lmcache_blocks))
         self.running: dict[tuple[str, int], Running] = {}
         self._processes: list[Process] = []
+        self._ended = False
         self._lives = 0
+        self._skews_s: dict[tuple[str, int], float] = {}
 
     def start(self, of: tuple[str, int]) -> Running:
         """A new life."""
         role, number = of
         self._lives += 1
-        skew_s = self._chance.uniform(-SKEW_S, SKEW_S)
+        # A host's clock is wrong in the same way for all that run on it: epochs begin with the time, and must grow.
+        skew_s = self._skews_s.setdefault(of, self._chance.uniform(-SKEW_S, SKEW_S))
         process = Process(f"{role}-{number + 1}", self._lives, self._seed, skew_s)
         process.context.run(BROKER.set, self._broker)
         self._processes.append(process)
         running = self.running[of] = Running(process, role)
         work = self._gateway if role == "gateway" else self._worker
-        running.task = self._loop.create_task(self._live(running, work), context=process.context)
+        running.task = self._loop.create_task(self._live(of, running, work), context=process.context)
         return running
 
     def alive(self, of: tuple[str, int]) -> Running | None:
@@ -127,6 +139,7 @@ class Fleet:
 
     async def stop(self) -> None:
         """End everything, as the world ends."""
+        self._ended = True
         for of in list(self.running):
             self.kill(of)
         for process in self._processes:
@@ -134,12 +147,24 @@ class Fleet:
             while tasks := self._loop.end(process):
                 await asyncio.wait(tasks)
 
-    async def _live(self, running: Running, work: Callable[[Running], Coroutine[Any, Any, None]]) -> None:
+    async def _live(
+        self, of: tuple[str, int], running: Running, work: Callable[[Running], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Where it loses the broker before it serves, its supervisor starts it anew. After that it may not end by itself."""
         try:
             await work(running)
         except Exception as error:
-            if not running.process.dead:
+            if running.process.dead:
+                return
+            if running.serves or not _is_lost(error):
                 self._crashed(running, error)
+                return
+            self.kill(of)
+            self._broker.later(RESTART_S, self._again, of)
+
+    def _again(self, of: tuple[str, int]) -> None:
+        if of not in self.running and not self._ended:
+            self.start(of)
 
     async def _worker(self, running: Running) -> None:
         name = running.process.name
@@ -184,3 +209,10 @@ class Fleet:
     def _gateway_id(self, process: Process) -> str:
         """In half of the worlds a gateway that is started anew keeps its name, as an operator may have it."""
         return process.name if self._seed % 2 else f"{process.name}-{outside.token(4)}"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether all that went wrong is the connection."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_lost(inner) for inner in error.exceptions)
+    return isinstance(error, BusError)
