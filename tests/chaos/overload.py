@@ -62,8 +62,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        """Whether a request did not end, or not as it should, or the fleet did not recover."""
-        amiss = self.lost + self.refused_without_wait + sum(self.other_errors.values())
+        """Whether a request did not end, or not as it should, or the fleet did not recover.
+
+        A deadline is an end as it should be: the clients are impatient, and who came before the fleet's rate was known was let in.
+        """
+        unforeseen = sum(count for code, count in self.other_errors.items() if code != "deadline")
+        amiss = self.lost + self.refused_without_wait + unforeseen
         left = self.leaked_blocks + self.leaked_slots + self.left_requests
         return bool(
             amiss or left or self.duplicate_tokens or self.missing_tokens or self.served_afterwards < AFTERWARDS

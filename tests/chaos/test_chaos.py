@@ -48,4 +48,6 @@ def test_ten_times_more_than_the_fleet_can_do_is_refused_and_not_lost() -> None:
     assert report.refused
     assert all(refusal.startswith(("429 ", "503 ")) for refusal in report.refused)
     assert report.completed > 0
-    assert report.completed + sum(report.refused.values()) == report.requests
+    ended = report.completed + sum(report.refused.values()) + sum(report.other_errors.values())
+    assert ended == report.requests, "every request ends"
+    assert set(report.other_errors) <= {"deadline"}
