@@ -64,7 +64,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self) -> bool:
         """Whether a request did not end, or not as it should, or the fleet did not recover.
 
-        A deadline is an end as it should be: the clients are impatient, and who came before the fleet's rate was known was let in.
+        A deadline is an end as it should be: clients are impatient, and who came before the rate was known was let in.
         """
         unforeseen = sum(count for code, count in self.other_errors.items() if code != "deadline")
         amiss = self.lost + self.refused_without_wait + unforeseen
