@@ -30,6 +30,7 @@ from gateway.ops import Ops
 from gateway.replies import Replies
 from gateway.vigil import Vigil
 from pipeline import outside
+from pipeline.bus.background import Background
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
@@ -137,11 +138,11 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         await gateway.listen()
         await announcer.start()
         await gateway.hear_the_fleet()
-        watch = asyncio.create_task(gateway.vigil.run(), name="vigil")
+        watch = Background(gateway.vigil.run(), "vigil")
         try:
             yield gateway
         finally:
-            watch.cancel()
+            await watch.stop()
             gateway.draining = True
             announcer.now()
             await announcer.stop()
