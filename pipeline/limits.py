@@ -75,9 +75,6 @@ REQUEST_ID_BYTES_MAX: Final = 128
 MESSAGE_BYTES_MAX: Final = 1_000_000
 """Payload and headers of one NATS message. The server's own limit is 1 MiB, and passing it closes the connection for good."""
 
-REPLY_TOKENS_UNREPORTED_MAX: Final = 65_536
-"""Tokens of one reply that a worker keeps until the receiver has the whole: no context we serve is longer."""
-
 HANDOFF_TIMEOUT_S: Final = 1.0
 """An unanswered handoff is repeated under the same grant after this long: accepting is idempotent."""
 

@@ -251,7 +251,7 @@ class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answ
     """`accepted`: ack and lease are decode's now (also when repeated). `refused`: still prefill's, for the reason given."""
 
     state: Literal["accepted", "refused"]
-    reason: Literal["", "fenced", "gone", "no_grant", "old_epoch", "draining"] = ""
+    reason: Literal["", "fenced", "gone", "no_grant", "old_epoch"] = ""
 
 
 # --------------------------------------------------------------------------------------------------------------
