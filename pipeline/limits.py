@@ -17,6 +17,9 @@ REPEAT_PERIOD_S: Final = 0.2
 ASK_SILENT_MAX_S: Final = 0.6
 """Three periods without a repeat: the asker is dead; its ask is dropped and its grant expires."""
 
+CLAIM_PATIENCE_S: Final = 3 * REPEAT_PERIOD_S
+"""A claim repeated for so long in vain gives its slot away: what waits for the dead keeps none from the living."""
+
 SECOND_ASK_AFTER_S: Final = 0.1
 """An ask that has waited this long tries a second decode worker: half an interactive first token is already gone."""
 
@@ -63,6 +66,9 @@ SPILL_LOAD: Final = 0.85
 PULL_RANK_MAX: Final = 9
 """NATS knows the priorities 0 to 9; ranks beyond share the last."""
 
+TURNED_AWAY_MAX: Final = 16_384
+"""Requests of silent receivers that a worker remembers to have seen: all that eight gateways have in flight."""
+
 TOMBSTONES_MAX: Final = 4096
 """Cancelled request ids a worker remembers: at 1,000 req/s and 1 % cancels, several minutes of them."""
 
@@ -75,8 +81,12 @@ REQUEST_ID_BYTES_MAX: Final = 128
 MESSAGE_BYTES_MAX: Final = 1_000_000
 """Payload and headers of one NATS message. The server's own limit is 1 MiB, and passing it closes the connection for good."""
 
-HANDOFF_TIMEOUT_S: Final = 1.0
-"""An unanswered handoff is repeated under the same grant after this long: accepting is idempotent."""
+HANDOFF_PATIENCE_S: Final = 5.0
+"""A handoff is repeated every `REPEAT_PERIOD_S`, since accepting is idempotent, while its decode worker lives: it may be waiting
+for a receiver that is slow. Not for longer than a receiver is waited for, and a broker's restart."""
+
+LETTER_TIMEOUT_S: Final = 1.0
+"""To store a dead letter. Unstored, the message comes again."""
 
 DELIVERIES_MAX: Final = 1000
 """`max_deliver` of the consumers. Deliveries are not failures: a pull that dies with its worker counts as one."""

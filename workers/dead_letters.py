@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import Duplicate
 from pipeline.errors import BodyTooLarge
-from pipeline.limits import HANDOFF_TIMEOUT_S
+from pipeline.limits import LETTER_TIMEOUT_S
 from pipeline.protocol import dead_letters, subjects
 from pipeline.protocol.dead_letters import Letter
 from pipeline.telemetry import logs, metrics
@@ -29,7 +29,7 @@ async def keep(bus: Bus, letter: Letter, data: bytes, headers: Mapping[str, str]
 
 async def _store(bus: Bus, subject: str, copy: dead_letters.Copy) -> None:
     try:
-        await bus.store(subject, copy.data, copy.letter.msg_id, HANDOFF_TIMEOUT_S, copy.headers)
+        await bus.store(subject, copy.data, copy.letter.msg_id, LETTER_TIMEOUT_S, copy.headers)
     except Duplicate:
         return
     metrics.DEAD_LETTERS.labels(reason=copy.letter.reason).inc()

@@ -86,7 +86,7 @@ class DecodeWorker:
             publish=self._publish,
             clock=self.clock,
         )
-        self._jobs: Pool[DecodeJob] = Pool(bus, presences, self._ended)
+        self._jobs: Pool[DecodeJob] = Pool(bus, presences, ("decode", me.id), self._ended)
         self._counted: dict[str, int] = {}
         self._tasks: TaskGroup
 
@@ -95,7 +95,7 @@ class DecodeWorker:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self.desk.leases.run)
             self._tasks.start_soon(self.desk.frames.run)
-            await self._jobs.listen(self.me.id)
+            await self._jobs.listen()
             self._tasks.start_soon(self._jobs.watch_receivers)
             await self.bus.subscribe(subjects.credit(self.me.id), self._credit)
             await self.bus.subscribe(subjects.handoff(self.me.id), self._handoff)

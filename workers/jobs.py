@@ -57,7 +57,7 @@ class Job(ABC):
 
     @abstractmethod
     def beside(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
-        """Effects that take time, by what carries them out. STOP cancels them, but for CLAIM and TELL."""
+        """Effects that take time, by what carries them out. STOP cancels them, but for claims and TELL."""
 
     @abstractmethod
     def at_once(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
@@ -84,11 +84,11 @@ class Job(ABC):
                     if effect in at_once:
                         await self._carry_out(effect, at_once[effect])
                     else:
-                        self._tasks.start_soon(self._run_beside, effect, beside[effect])
+                        self._start(effect, beside[effect])
             self._tasks.cancel_scope.cancel()
 
     async def stop_working(self) -> None:
-        """Cancel what works for this request: rendering, asking, the engine."""
+        """Cancel what works for this request: rendering, asking, the engine. What was about to begin does not begin."""
         for scope in self._working:
             scope.cancel()
         self._working.clear()
@@ -121,13 +121,19 @@ class Job(ABC):
         self.error = DeadlineExceeded(TOO_LATE)
         return Event.DEADLINE
 
-    async def _run_beside(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
-        if effect in (Effect.CLAIM, Effect.TELL):
-            await self._carry_out(effect, carry_out)
-            return
-        with anyio.CancelScope() as scope:
+    def _start(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
+        """Known to STOP from now on, and not from its first turn: the events that start and stop it may come together."""
+        scope = anyio.CancelScope()
+        if effect not in (Effect.CLAIM, Effect.TELL):
             self._working.append(scope)
-            await self._carry_out(effect, carry_out)
+        self._tasks.start_soon(self._run_beside, scope, effect, carry_out)
+
+    async def _run_beside(
+        self, scope: anyio.CancelScope, effect: Effect, carry_out: Callable[[], Awaitable[None]]
+    ) -> None:
+        with scope:
+            if not scope.cancel_called:
+                await self._carry_out(effect, carry_out)
 
     async def _carry_out(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
         """Failures become events: a job never takes its worker down."""

@@ -29,6 +29,7 @@ from pipeline.limits import (
     KEEPER_ITEMS_MAX,
     KEEPER_RETRY_S,
     KEEPER_TRIES_MAX,
+    RECEIVER_SILENT_MAX_S,
     SCAN_PERIOD_S,
     SCAN_READS_MAX,
 )
@@ -218,9 +219,10 @@ class Keeper:
         )
 
     async def _claimed(self, holding: Holding) -> Answer | None:
-        now_s = outside.monotonic_s()
-        if holding.receiver and self.presences.abandoned(holding.receiver, self._connected_s, now_s):
-            return Gone()
+        if holding.receiver is not None:
+            silence_s = self.presences.silence_s(holding.receiver, self._connected_s, outside.monotonic_s())
+            if silence_s > RECEIVER_SILENT_MAX_S:
+                return Gone()
         with anyio.move_on_after(KEEPER_ANSWER_S):
             return await holding.claim_it(follows=None)
         return None

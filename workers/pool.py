@@ -1,41 +1,53 @@
 """The jobs of one loop: started, found again by what receivers and clients say, drained, and let go."""
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 import anyio
 from anyio.abc import TaskGroup
 
 from pipeline import outside
 from pipeline.bus.connection import Bus, Message
-from pipeline.limits import PRESENCE_PERIOD_S, TOMBSTONES_MAX
+from pipeline.limits import (
+    PRESENCE_PERIOD_S,
+    PRESENCE_SILENT_MAX_S,
+    RECEIVER_SILENT_MAX_S,
+    TOMBSTONES_MAX,
+    TURNED_AWAY_MAX,
+)
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import From, notice_decoder
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from workers.holding import EVENT_OF
 from workers.jobs import Job
-from workers.tombstones import Tombstones
+from workers.tombstones import FirstSeen, Tombstones
 
 J = TypeVar("J", bound=Job)
+
+HEARD_BY_S: Final = 2 * PRESENCE_PERIOD_S
+"""A receiver that has just sent a request says within this time that it lives."""
 
 
 class Pool(Generic[J]):
     """Jobs by key. How many there can be is bounded by slots, or by blocks."""
 
-    def __init__(self, bus: Bus, presences: Presences, ended: Callable[[J], None]) -> None:
+    def __init__(self, bus: Bus, presences: Presences, me: tuple[str, str], ended: Callable[[J], None]) -> None:
+        """`me`: role and id, under which our presence comes back to us. `ended` is told of each job's end."""
         self._bus = bus
+        self._me = me
         self._presences = presences
         self._ended = ended
         self._listening_s = outside.monotonic_s()
         self._jobs: dict[str, J] = {}
         self._cancelled = Tombstones(TOMBSTONES_MAX)
+        self._waiting = FirstSeen(TURNED_AWAY_MAX)
         self._idle = anyio.Event()
 
-    async def listen(self, worker: str) -> None:
+    async def listen(self) -> None:
         """Hear what receivers tell the holders of claims, and what clients do not want any more."""
         self._bus.on_reconnect(self._reconnected)
-        await self._bus.subscribe(subjects.holder(worker), self._notice)
+        await self._bus.subscribe(subjects.holder(self._me[1]), self._notice)
         await self._bus.subscribe(subjects.cancel_any(), self._cancel)
 
     async def watch_receivers(self) -> None:
@@ -50,15 +62,26 @@ class Pool(Generic[J]):
                 self._watch(job, now_s)
 
     def _watch(self, job: J, now_s: float) -> None:
-        """A receiver that was given up may be back: a new request of it gets the time in which it would be heard again."""
-        receiver, waited_s = job.holding.receiver, now_s - job.began_s
-        if receiver is None:
-            return
-        heard_s = max(self._listening_s, job.holding.answered_s)
-        if self._presences.abandoned(receiver, max(heard_s, job.began_s), now_s):
-            self._presences.give_up(receiver, now_s)
-        if waited_s > PRESENCE_PERIOD_S and self._presences.given_up(receiver, heard_s):
+        if now_s - job.began_s > HEARD_BY_S and self._silence_s(job) > RECEIVER_SILENT_MAX_S:
             job.happen(Event.GONE)
+
+    def _turned_away(self, job: J) -> Event | None:
+        """What becomes at once of a request whose receiver would hardly answer now: it waits outside, until that one is gone.
+
+        A receiver that was silent may be back with this request: then it is heard before the request has been seen for long.
+        """
+        silence_s, now_s = self._silence_s(job), outside.monotonic_s()
+        if silence_s <= PRESENCE_SILENT_MAX_S:
+            return None
+        seen_s = now_s - self._waiting.since_s(job.holding.request, now_s)
+        return Event.GONE if silence_s > RECEIVER_SILENT_MAX_S and seen_s > HEARD_BY_S else Event.UNANSWERED
+
+    def _silence_s(self, job: J) -> float:
+        """For how long its receiver has been silent, as far as our own words came back to us: until then we could hear."""
+        if job.holding.receiver is None:
+            return 0.0
+        since_s = max(self._listening_s, job.holding.answered_s)
+        return self._presences.silence_s(job.holding.receiver, since_s, self._presences.heard_s(*self._me))
 
     def _reconnected(self) -> None:
         self._listening_s = outside.monotonic_s()
@@ -67,6 +90,8 @@ class Pool(Generic[J]):
         """Run a job until its machine has ended."""
         if subjects.token(job.holding.request) in self._cancelled:
             job.happen(Event.CANCELLED)
+        elif (event := self._turned_away(job)) is not None:
+            job.happen(event)
         self._jobs[key] = job
         tasks.start_soon(self._run, key, job)
 

@@ -80,12 +80,13 @@ class PrefillWorker:
             starts=Starts(bus, me.epoch),
             decoders=self.decoders,
             living=lambda: presences.epochs(self.clock()),
+            silence_s=lambda decode: self.clock() - presences.heard_s("decode", decode),
             weigh=self.weigh,
             clock=self.clock,
         )
         self._shards = [Shard(klass, n) for klass in CLASSES for n in range(config.requests.shards)]
         self._puller = Puller(bus, self._delivered, self._pull_ended)
-        self._jobs: Pool[PrefillJob] = Pool(bus, presences, self._ended)
+        self._jobs: Pool[PrefillJob] = Pool(bus, presences, ("prefill", me.id), self._ended)
         self._held: dict[str, Delivery] = {}
         self._stale_until_s = float("-inf")
         self._tasks: TaskGroup
@@ -95,7 +96,7 @@ class PrefillWorker:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self.desk.leases.run)
             await self.bus.subscribe(self.desk.verdicts_at, self._verdict)
-            await self._jobs.listen(self.me.id)
+            await self._jobs.listen()
             self._tasks.start_soon(self._jobs.watch_receivers)
             await self._puller.start()
             await self.bus.barrier()
@@ -225,8 +226,8 @@ class PrefillWorker:
         metrics.PULLS_OUTSTANDING.set(self.slots.outstanding)
 
     def _verdict(self, message: Message) -> None:
-        """Verdicts name the ask, whose id begins with the claim of its job."""
+        """Verdicts name the ask, whose id begins with the first claim of its job."""
         verdict = verdict_decoder.decode(message.data)
-        job = self._jobs.of_claim(verdict.ask.rpartition(".")[0])
+        job = self._jobs.get(verdict.ask.rpartition(".")[0])
         if job is not None and job.asking is not None:
             job.send(job.verdict(verdict))

@@ -10,11 +10,18 @@ import msgspec
 
 from pipeline import outside
 from pipeline.bus.connection import Bus
-from pipeline.bus.errors import BusError, Unanswered
+from pipeline.bus.errors import BusError, NoResponders, Unanswered
 from pipeline.bus.puller import Delivery
 from pipeline.config import Config
 from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, RequestError
-from pipeline.limits import HANDOFF_TIMEOUT_S, LEASE_SPARE_S, SECOND_ASK_AFTER_S
+from pipeline.limits import (
+    ACCUSE_SILENT_S,
+    CLAIM_PATIENCE_S,
+    HANDOFF_PATIENCE_S,
+    LEASE_SPARE_S,
+    REPEAT_PERIOD_S,
+    SECOND_ASK_AFTER_S,
+)
 from pipeline.protocol import dead_letters, intake, subjects
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
 from pipeline.protocol.credits import Asking, Send
@@ -43,14 +50,17 @@ from workers.jobs import TELLING_GRACE_S, Job
 from workers.leases import Leases
 from workers.starts import Starts
 
-HANDOFF_TRIES: Final = 5
-"""Then the decode worker may have it or not, and only the broker can tell: let go, without a NAK."""
+_AWAY: Final = HandoffAnswer(state="refused")
+"""Nobody listens there: the handoff has reached no one."""
 
 _REFUSALS: Final = {"gone": Event.GONE, "fenced": Event.FENCED}
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
-    """What every prefill job of a worker shares. `weigh` is told of prompt tokens in progress, more or fewer."""
+    """What every prefill job of a worker shares.
+
+    `weigh` is told of prompt tokens in progress, more or fewer; `silence_s` says how long a decode worker has not been heard.
+    """
 
     bus: Bus
     engine: Engine
@@ -62,6 +72,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     starts: Starts
     decoders: Callable[[], list[Presence]]
     living: Callable[[], set[str]]
+    silence_s: Callable[[str], float]
     weigh: Callable[[int], None]
     clock: Callable[[], float]
 
@@ -126,6 +137,7 @@ class PrefillJob(Job):
     def beside(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
         return {
             Effect.CLAIM: self._claim,
+            Effect.RECLAIM: self._reclaim,
             Effect.COUNT: self._count,
             Effect.RENDER: self._render,
             Effect.ASK: self._ask,
@@ -164,10 +176,21 @@ class PrefillJob(Job):
     # Effects
 
     async def _claim(self) -> None:
-        answer = await self.holding.claim_it(follows=None)
-        if isinstance(answer, Go):
-            self._delivered = unpack_ids(answer.ids)
-        self.happen(EVENT_OF[type(answer)])
+        await self._claim_it(follows=None)
+
+    async def _reclaim(self) -> None:
+        """Where the decode worker has taken it over, this is fenced; else that one is, should it still come to it."""
+        handed_over, self.holding.claim = self.holding.claim, new_claim(self.desk.me)
+        await self._claim_it(follows=handed_over)
+
+    async def _claim_it(self, follows: str | None) -> None:
+        with anyio.move_on_after(CLAIM_PATIENCE_S):
+            answer = await self.holding.claim_it(follows)
+            if isinstance(answer, Go):
+                self._delivered = unpack_ids(answer.ids)
+            self.happen(EVENT_OF[type(answer)])
+            return
+        self.happen(Event.UNANSWERED)
 
     async def _count(self) -> None:
         """Record this start before the engine sees the request, and see how many have died since theirs."""
@@ -246,26 +269,39 @@ class PrefillJob(Job):
         answer = await self._offered(grant.decode, encode(self._handoff(grant.ask, grant.epoch)))
         metrics.HANDOFF_SECONDS.observe(self._clock() - began_s)
         if answer is None:
-            self.happen(Event.DOUBT)
+            self._search_again(silent=True)
+            # Without an arbiter nobody knows whether it was taken: let go, and not by a NAK.
+            self.happen(Event.UNTAKEN if self.holding.arbitrated else Event.DOUBT)
         elif answer.state == "accepted":
             self.asking.handed_off()
             self.happen(Event.ACCEPTED)
         elif answer.reason in _REFUSALS:
             self.happen(_REFUSALS[answer.reason])
         else:
-            self.asking.lost()
+            self._search_again(silent=answer is _AWAY)
             self.happen(Event.REFUSED)
 
+    def _search_again(self, *, silent: bool) -> None:
+        assert self.asking is not None
+        self.asking.lost(silent=silent)
+        self._verdict_came.set()
+
     async def _offered(self, decode: str, payload: bytes) -> HandoffAnswer | None:
-        """Repeat the handoff under the same grant until it is answered: accepting is idempotent."""
-        for _ in range(HANDOFF_TRIES):
+        """Repeat the handoff under the same grant until it is answered, or its decode worker is silent: then it may have it."""
+        began_s, first = self._clock(), True
+        while True:
             try:
-                return handoff_answer_decoder.decode(
-                    await self.desk.bus.request(subjects.handoff(decode), payload, HANDOFF_TIMEOUT_S)
-                )
+                answer = await self.desk.bus.request(subjects.handoff(decode), payload, REPEAT_PERIOD_S)
+                return handoff_answer_decoder.decode(answer)
+            except NoResponders:
+                if first:
+                    return _AWAY
             except BusError:
-                await anyio.sleep(SECOND_ASK_AFTER_S)
-        return None
+                first = False
+            await anyio.sleep(REPEAT_PERIOD_S / 4)
+            waited_s = self._clock() - began_s
+            if self.desk.silence_s(decode) > ACCUSE_SILENT_S or waited_s > HANDOFF_PATIENCE_S:
+                return None
 
     def _handoff(self, ask: str, epoch: str) -> Handoff:
         assert self._prefilled is not None

@@ -7,10 +7,14 @@ The broker does not say which pull a delivery answers (it comes with the stream'
 equal pulls in turn. So slots are counted by shard, and the broker's own words correct the count:
 
     a status (408 expired, …)  ends what the status says was left of that pull, or all of a pull that was never accepted
-    silence                    a waiting pull is heard of every heartbeat. One not heard of for 2.5 is over: served, or lost, as
-                               when the consumer has `max_waiting` pulls and drops ours without a word. Never more slots can
-                               wait than the pulls still heard of have; what we count above that has ended
+    silence                    a pull that waits is told its end when it expires. One past that is over: served, or lost with
+                               its answer. Never more slots can wait than the pulls before that have; what we count above
+                               that has ended
     a new connection           ends everything, under a new inbox: under the old one the broker would serve old pulls again
+
+Pulls live for a second only, and need no heartbeat for it. A worker that stands still (paused, swapping, its host frozen) gets
+messages for as long as its pulls do, and each of them costs a lease: nobody has claimed it, so nobody can accuse. By the time
+that the first of them comes back, none of its pulls is left to take it again.
 
 Where the broker refuses (409, 503, …), the end is told 0.2 s later, so that offering again at once is not a storm.
 """
@@ -25,23 +29,23 @@ from pipeline import outside
 from pipeline.bus.background import Background, handler_failed
 from pipeline.bus.connection import Bus, Message, Subscription
 from pipeline.bus.errors import Disconnected
-from pipeline.limits import PULL_RANK_MAX
+from pipeline.limits import ACK_WAIT_S, PULL_RANK_MAX
 from pipeline.protocol.subjects import Shard, parse_stored
 from pipeline.telemetry import logs
 
 GROUP: Final = "pool"
 """The priority group of every shard's consumer, as in `configs/jetstream`."""
 
-HEARTBEAT_S: Final = 0.5
-EXPIRES_S: Final = 5.0
+EXPIRES_S: Final = ACK_WAIT_S
 """A pull keeps the priority it was made with: after a change of ranks the old ones are gone within this time."""
+
+LATE_S: Final = 0.25
+"""What the broker's word that a pull has expired may take to come."""
 
 REFUSED_PAUSE_S: Final = 0.2
 
-_SILENT_HEARTBEATS: Final = 2.5
 _ACK_PREFIX: Final = "$JS.ACK."
 _LEFT: Final = "Nats-Pending-Messages"
-_HEARTBEAT: Final = "100"
 _OVER: Final = frozenset({"404", "408"})
 """Ends in the normal course: no message came."""
 _NEVER_BEGAN: Final = frozenset({"400", "503"})
@@ -62,12 +66,12 @@ class Delivery(NamedTuple):
 class _Pull:
     """One pull that may still wait at the broker."""
 
-    __slots__ = ("batch", "heard_s", "shard")
+    __slots__ = ("batch", "made_s", "shard")
 
-    def __init__(self, shard: Shard, batch: int, heard_s: float) -> None:
+    def __init__(self, shard: Shard, batch: int, made_s: float) -> None:
         self.shard = shard
         self.batch = batch
-        self.heard_s = heard_s
+        self.made_s = made_s
 
 
 class Puller:
@@ -78,14 +82,13 @@ class Puller:
         bus: Bus,
         on_delivery: Callable[[Delivery], None],
         on_ended: Callable[[Shard, int], None],
-        heartbeat_s: float = HEARTBEAT_S,
         expires_s: float = EXPIRES_S,
     ) -> None:
         self._bus = bus
         self._on_delivery = on_delivery
         self._on_ended = on_ended
-        self._heartbeat_s = heartbeat_s
-        self._terms = f'"expires":{int(expires_s * 1e9)},"idle_heartbeat":{int(heartbeat_s * 1e9)},"group":"{GROUP}"'
+        self._expires_s = expires_s
+        self._terms = f'"expires":{int(expires_s * 1e9)},"group":"{GROUP}"'
         self._pulls: dict[str, _Pull] = {}
         self._left: Counter[Shard] = Counter()
         self._refused: Counter[Shard] = Counter()
@@ -172,9 +175,6 @@ class Puller:
 
     def _told(self, pull: _Pull, reply: str, headers: Mapping[str, str]) -> None:
         status = headers.get("Status", "")
-        if status == _HEARTBEAT:
-            pull.heard_s = outside.monotonic_s()
-            return
         del self._pulls[reply]
         if status not in _OVER and (pull.shard, status) not in self._complained:
             self._complained.add((pull.shard, status))  # once, because a missing consumer refuses five times a second
@@ -237,14 +237,14 @@ class Puller:
 
     async def _watch(self) -> None:
         while True:
-            woken_s = outside.monotonic_s() + self._heartbeat_s
-            await asyncio.sleep(self._heartbeat_s)
+            woken_s = outside.monotonic_s() + LATE_S
+            await asyncio.sleep(LATE_S)
             late_s = outside.monotonic_s() - woken_s
-            if self._inbox and self._bus.connected and late_s < self._heartbeat_s:  # else heartbeats lie unread
-                self._forget_silent(outside.monotonic_s() - _SILENT_HEARTBEATS * self._heartbeat_s)
+            if self._inbox and self._bus.connected and late_s < LATE_S:  # else the broker's words lie unread
+                self._forget_silent(outside.monotonic_s() - self._expires_s - LATE_S)
 
     def _forget_silent(self, since_s: float) -> None:
-        self._pulls = {reply: pull for reply, pull in self._pulls.items() if pull.heard_s >= since_s}
+        self._pulls = {reply: pull for reply, pull in self._pulls.items() if pull.made_s >= since_s}
         waiting = self._waiting()
         for shard, left in list(self._left.items()):
             self._end(shard, left - waiting[shard])

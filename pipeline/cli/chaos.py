@@ -26,11 +26,12 @@ def chaos(
     rate: Annotated[float, typer.Option("--rate", min=0.1, help="Requests a second.")] = 80.0,
     kills: Annotated[int, typer.Option("--kills", min=0, help="Processes to hurt.")] = 17,
     kill: Annotated[
-        str, typer.Option("--kill", help="What to do: some of prefill, decode, nats, gateway, pause.")
-    ] = "prefill,decode,nats,pause",
+        str, typer.Option("--kill", help="What to do: some of prefill, decode, pause, nats, gateway, stall.")
+    ] = "prefill,decode,pause,nats,gateway",
     seed: Annotated[int, typer.Option("--seed", help="Of what happens, to whom and when.")] = 1,
     prefill: Annotated[int, typer.Option("--prefill", min=1, help="Prefill workers.")] = 3,
     decode: Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")] = 3,
+    gateways: Annotated[int, typer.Option("--gateways", min=1, help="Gateways.")] = 2,
     rolling: Annotated[
         bool, typer.Option("--rolling", help="Instead, end every worker with SIGTERM, in turn.")
     ] = False,
@@ -69,7 +70,7 @@ def chaos(
         kills=kills,
         rolling=rolling,
         keep=keep,
-        settings=Settings(prefill=prefill, decode=decode),
+        settings=Settings(prefill=prefill, decode=decode, gateways=gateways),
     )
     report = run.run(plan)
     print(msgspec.json.encode(report).decode() if as_json else verdict.table(report))

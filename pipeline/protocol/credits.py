@@ -305,7 +305,9 @@ class Asking:
         self.impossible: str | None = None
         self._asked: dict[str, _Asked] = {}
         self._never: dict[str, str] = {}
+        self._silent: set[str] = set()
         self._count = 0
+        self._over = False
 
     def tick(self, now_s: float, live: Sequence[Presence], rolls: tuple[float, float]) -> list[Send]:
         """Repeat what is due, forget the dead, and ask one more worker where that helps."""
@@ -339,16 +341,22 @@ class Asking:
         self.grant = Grant(verdict.ask, verdict.decode, verdict.epoch)
         return self._give_back_all_but(verdict.ask)
 
-    def lost(self) -> None:
-        """The grant is worth nothing any more: its worker has refused the handoff. Search again, if that has not begun yet."""
+    def lost(self, *, silent: bool = False) -> None:
+        """The grant is worth nothing any more. Search again, if that has not begun yet.
+
+        Its worker has refused the handoff, or is `silent`: then it is asked again only where nobody else can be.
+        """
         if self.grant is not None:
             self._asked.pop(self.grant.ask, None)
+            if silent:
+                self._silent.add(self.grant.decode)
             self.grant = None
 
     def stop(self) -> list[Send]:
-        """The request is over. Returns what to give back."""
+        """The request is over: no more asks. Returns what to give back."""
         sends = self._give_back_all_but(None)
         self.grant = None
+        self._over = True
         return sends
 
     def handed_off(self) -> None:
@@ -356,7 +364,7 @@ class Asking:
         self._asked.clear()
 
     def _wants_another(self, now_s: float) -> bool:
-        if self.grant is not None or len(self._asked) >= ASKS_AT_ONCE_MAX:
+        if self._over or self.grant is not None or len(self._asked) >= ASKS_AT_ONCE_MAX:
             return False
         return all(now_s - asked.first_s >= SECOND_ASK_AFTER_S for asked in self._asked.values())
 
@@ -370,6 +378,7 @@ class Asking:
             candidates = [presence for presence in candidates if presence.blocks_free >= self.blocks]
         if not candidates:
             return None
+        candidates = [presence for presence in candidates if presence.id not in self._silent] or candidates
         drawn = [candidates[int(roll * len(candidates))] for roll in rolls]
         return max(
             drawn, key=lambda presence: (presence.blocks_free - presence.asks_waiting * self.blocks, presence.id)

@@ -10,11 +10,11 @@ from typing import Final, Self
 
 import msgspec
 
-from pipeline.limits import PRESENCE_SILENT_MAX_S, RECEIVER_SILENT_MAX_S
+from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.messages import Presence
 
-GIVEN_UP_MAX: Final = 256
-"""Dead receivers remembered: more lives of gateways than end within the time that their requests may lie in the queue."""
+RECEIVERS_MAX: Final = 256
+"""Receivers remembered that were never heard of: more lives of gateways than end while their requests may lie in the queue."""
 
 
 class Receiver(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Presences:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], tuple[Presence, float]] = {}
-        self._given_up: dict[Receiver, float] = {}
+        self._named: dict[Receiver, float] = {}
 
     def heard(self, presence: Presence, now_s: float) -> None:
         """A process has said that it lives. Epochs order as text: they begin with their start time."""
@@ -67,35 +67,30 @@ class Presences:
             if role in roles:
                 yield process, presence.epoch, at_s
 
-    def abandoned(self, receiver: Receiver, since_s: float, now_s: float) -> bool:
-        """Whether a receiver is gone for good: a newer life of it is known, or it has been silent for too long.
+    def heard_s(self, role: str, process: str) -> float:
+        """When a process was last heard. Of ourselves: until when at least our connection has carried anything."""
+        known = self._seen.get((role, process))
+        return known[1] if known is not None else -math.inf
 
-        `since_s` is from when on it should have been heard: our own connection, and the request, must both be older than
-        the silence. No responders would not do: a broker that restarts has none for a moment.
+    def silence_s(self, receiver: Receiver, since_s: float, now_s: float) -> float:
+        """For how long nothing was heard of a receiver; for ever, where a newer life of it is known.
+
+        It would have been heard from `since_s` until `now_s`, by a connection of our own that has lasted. Who was never heard of
+        is waited for from when a request first named it. (No responders is no sign: a restarting broker has none for a moment.)
         """
         known = self._seen.get(("gateway", receiver.id))
         if known is not None and known[0].epoch > receiver.epoch:
-            return True
-        heard_s = known[1] if known is not None else since_s
-        return now_s - max(heard_s, since_s) > RECEIVER_SILENT_MAX_S
+            return math.inf
+        heard_s = known[1] if known is not None and known[0].epoch == receiver.epoch else self._awaited(receiver, now_s)
+        return now_s - max(heard_s, since_s)
 
-    def give_up(self, receiver: Receiver, now_s: float) -> None:
-        """One of its requests has been dropped, because it is abandoned."""
-        self._given_up.pop(receiver, None)
-        self._given_up[receiver] = now_s
-        if len(self._given_up) > GIVEN_UP_MAX:
-            del self._given_up[next(iter(self._given_up))]
-
-    def given_up(self, receiver: Receiver, connected_s: float) -> bool:
-        """Whether that holds for its later requests: it has not been heard since, and our connection has lasted.
-
-        So the wait for a dead receiver is spent once. Were it spent on each request that it has left in the queue, they would
-        keep every slot from the living for as long.
-        """
-        given_up_s = self._given_up.get(receiver, -math.inf)
-        known = self._seen.get(("gateway", receiver.id))
-        heard_s = known[1] if known is not None and known[0].epoch == receiver.epoch else -math.inf
-        return given_up_s > max(heard_s, connected_s)
+    def _awaited(self, receiver: Receiver, now_s: float) -> float:
+        """Since when a receiver is waited for that was never heard of."""
+        since_s = self._named.pop(receiver, now_s)
+        self._named[receiver] = since_s
+        if len(self._named) > RECEIVERS_MAX:
+            del self._named[next(iter(self._named))]
+        return since_s
 
     def forget_silent(self, now_s: float, after_s: float = 60.0) -> None:
         """Drop what has been silent so long that nobody asks for it any more."""

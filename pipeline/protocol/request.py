@@ -11,7 +11,8 @@ A worker feeds what happens (an event) into `step` and carries out what comes ba
                     │ all four
                     ▼
                  HANDING ── accepted ─► ENDED      (the message is decode's now)
-                    └────── refused ──► WORKING    (the grant is gone: ask again)
+                    ├────── refused ──► WORKING    (the grant is gone: ask again)
+                    └────── untaken ──► WORKING    (decode is silent: take the claim back, and ask another)
 
 **At decode** the claim is taken over first; only then is the handoff accepted:
 
@@ -22,7 +23,8 @@ A worker feeds what happens (an event) into `step` and carries out what comes ba
                     SUSPENDED     the broker is silent: no frames, no ack
 
 Both may end early, and how is one table for each (`PREFILL_ENDS`, `DECODE_ENDS`). An error is told to the receiver (ENDING)
-before the message is acked; a fenced holder neither acks nor NAKs; one that lets go alive NAKs.
+before the message is acked; a fenced holder neither acks nor NAKs; one that lets go alive NAKs. Where nobody answers the claim,
+the lease is left to end: the message comes back by itself a little later, and keeps no slot until then.
 """
 
 from enum import Enum, Flag, auto
@@ -32,7 +34,10 @@ import msgspec
 
 
 class Progress(Flag):
-    """What has come true of a request at its prefill worker. BEGUN: it is being rendered."""
+    """What has come true of a request at its prefill worker.
+
+    BEGUN: it is being rendered. OFFERED: a decode worker may have taken it over, and only the receiver knows.
+    """
 
     NOTHING = 0
     BEGUN = auto()
@@ -40,6 +45,7 @@ class Progress(Flag):
     RENDERED = auto()
     STORED = auto()
     GRANTED = auto()
+    OFFERED = auto()
 
 
 READY: Final = Progress.BEGUN | Progress.CLAIMED | Progress.RENDERED | Progress.STORED | Progress.GRANTED
@@ -68,6 +74,8 @@ class Event(Enum):
     GRANT_LOST = auto()
     ACCEPTED = auto()
     REFUSED = auto()
+    UNTAKEN = auto()
+    """The handoff was not answered, and its decode worker has fallen silent."""
     COUNTED = auto()
     """A start of a redelivered request has been recorded, so that it is remembered should it kill this worker."""
     POISONED = auto()
@@ -85,6 +93,8 @@ class Event(Enum):
     DEADLINE = auto()
     DOUBT = auto()
     """The broker has been silent too long."""
+    UNANSWERED = auto()
+    """Its receiver has not answered the claim for a while, or is not heard of. It may be gone, or be coming back."""
     UNHEARD = auto()
     """The end of the reply was repeated past the deadline, and nobody answered."""
     LEFT = auto()
@@ -95,6 +105,8 @@ class Effect(Enum):
     """What the worker must do now, in this order."""
 
     CLAIM = auto()
+    RECLAIM = auto()
+    """Claim it anew, after the claim that was handed over: `go` says that nobody has taken that, and nobody will."""
     COUNT = auto()
     RENDER = auto()
     ASK = auto()
@@ -125,6 +137,7 @@ PREFILL_ENDS: Final[dict[Event, End]] = {
     E.CANCELLED: (S.ENDED, (F.STOP, F.ACK)),
     E.FENCED: (S.ENDED, (F.STOP,)),
     E.DOUBT: (S.ENDED, (F.STOP,)),
+    E.UNANSWERED: (S.ENDED, (F.STOP,)),
     E.LEFT: (S.ENDED, (F.STOP, F.NAK)),
     E.INVALID: (S.ENDING, (F.STOP, F.DEAD_LETTER)),
     E.POISONED: (S.ENDING, (F.STOP, F.DEAD_LETTER)),
@@ -184,6 +197,8 @@ def step_prefill(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
         return state, ()
     if state.stage is S.ENDING:
         return _tell_at_prefill(state, event)
+    if event is E.LEFT and P.OFFERED in state.progress:
+        return Prefill(S.ENDED, state.progress), (F.STOP,)  # a NAK could take it from the decode worker that has it
     if event in PREFILL_ENDS:
         stage, effects = PREFILL_ENDS[event]
         tell = stage is S.ENDING and P.CLAIMED in state.progress
@@ -205,10 +220,12 @@ def _progress(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
         return state, ()
     flag, effects = PROGRESS[event]
     progress = state.progress | flag
+    if event is E.GO:
+        progress &= ~P.OFFERED
     if event is E.GO and P.BEGUN not in progress:
         effects = (F.COUNT,)
     if progress == READY:
-        return Prefill(S.HANDING, progress), (*effects, F.HAND_OFF)
+        return Prefill(S.HANDING, progress | P.OFFERED), (*effects, F.HAND_OFF)
     return Prefill(S.WORKING, progress), effects
 
 
@@ -216,7 +233,9 @@ def _hand_off(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
     if event is E.ACCEPTED:
         return Prefill(S.ENDED, state.progress), ()
     if event in (E.REFUSED, E.GRANT_LOST):
-        return Prefill(S.WORKING, state.progress & ~P.GRANTED), (F.ASK,)
+        return Prefill(S.WORKING, state.progress & ~(P.GRANTED | P.OFFERED)), (F.ASK,)
+    if event is E.UNTAKEN:
+        return Prefill(S.WORKING, state.progress & ~(P.GRANTED | P.CLAIMED)), (F.RECLAIM, F.ASK)
     return state, ()
 
 
@@ -224,6 +243,8 @@ def _tell_at_prefill(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
     """The receiver takes an error only from the holder of the last claim, so an unanswered claim is waited for."""
     if event is E.GO and P.CLAIMED not in state.progress:
         return Prefill(S.ENDING, state.progress | P.CLAIMED), (F.TELL,)
+    if event is E.UNANSWERED:
+        return Prefill(S.ENDED, state.progress), ()
     if event in ENDING_ENDS:
         stage, effects = ENDING_ENDS[event]
         return Prefill(stage, state.progress), effects

@@ -7,7 +7,7 @@ simulated engine's own words, without an engine.
 import random
 import time
 from array import array
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, Literal
 
 import anyio
@@ -27,7 +27,7 @@ SPARE_S: Final = 10.0
 """A client waits this long beyond its deadline. Whoever has heard nothing by then has been forgotten."""
 
 RETRY_S: Final = 0.05
-"""Before a client tries again to reach a gateway that is not there."""
+"""Before a client that has found no gateway there tries them all again."""
 
 Ending = Literal["whole", "error", "broken"]
 """`broken`: the connection ended before the reply did, or nothing came at all."""
@@ -89,13 +89,15 @@ def _order(number: int, run: str, timeout_s: float | None) -> Order:
 # One request
 
 
-async def ask(url: str, order: Order) -> Outcome:
-    """Send one request and follow its reply to the end. A gateway that is not there is tried again, as a proxy would."""
-    outcome = Outcome(order=order, began_s=time.monotonic())
+async def ask(urls: Sequence[str], order: Order) -> Outcome:
+    """Send one request and follow its reply to the end. Where a gateway is not there the next is tried, as a proxy would."""
+    outcome, tries = Outcome(order=order, began_s=time.monotonic()), 0
     try:
         with anyio.fail_after((order.timeout_s or 60.0) + SPARE_S):
-            while not await _tried(url, order, outcome):
-                await anyio.sleep(RETRY_S)
+            while not await _tried(urls[(order.number + tries) % len(urls)], order, outcome):
+                tries += 1
+                if tries % len(urls) == 0:
+                    await anyio.sleep(RETRY_S)
     except TimeoutError:
         outcome.code = "silence"
     except OSError:

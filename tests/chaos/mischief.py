@@ -18,10 +18,11 @@ import msgspec
 
 from tests.chaos.stack import PROBE_S, ROLES, Part, Role, Stack
 
-Kind = Literal["prefill", "decode", "pause", "nats", "gateway"]
-KINDS: Final[tuple[Kind, ...]] = ("prefill", "decode", "pause", "nats", "gateway")
+Kind = Literal["prefill", "decode", "pause", "nats", "gateway", "stall"]
+KINDS: Final[tuple[Kind, ...]] = ("prefill", "decode", "pause", "nats", "gateway", "stall")
+"""Killed is a worker, the broker or a gateway; `pause` stops a worker for a while, and `stall` a gateway or the broker."""
 
-WEIGHTS: Final[dict[Kind, int]] = {"prefill": 4, "decode": 4, "pause": 3, "nats": 1, "gateway": 1}
+WEIGHTS: Final[dict[Kind, int]] = {"prefill": 4, "decode": 4, "pause": 3, "nats": 1, "gateway": 1, "stall": 1}
 """How often a kind is drawn, beyond the once that each gets where there are acts enough."""
 
 FIRST, LAST = 0.05, 0.92
@@ -85,7 +86,7 @@ class Mischief:
 
     def _do(self, act: Act, victim: Part, pauses: anyio.abc.TaskGroup) -> None:
         self.done.append(act.kind)
-        if act.kind == "pause":
+        if act.kind in ("pause", "stall"):
             self._tell(f"{victim.name} paused for {act.pause_s:.1f} s")
             pauses.start_soon(self._stack.pause, victim, act.pause_s)
             return
@@ -102,10 +103,21 @@ class Mischief:
         return None
 
     def _candidates(self, kind: Kind) -> list[Part]:
-        if kind in ("nats", "gateway"):
-            part = self._stack.parts[kind]
-            return [part] if part.process is not None else []
-        roles: Collection[Role] = ROLES if kind == "pause" else [role for role in ROLES if role == kind]
+        nats = self._stack.parts["nats"]
+        brokers = [nats] if nats.process is not None and not nats.paused else []
+        gateways = self._stack.gateways_up()
+        others = gateways if len(gateways) > 1 or self._stack.settings.gateways == 1 else []
+        match kind:
+            case "nats":
+                return brokers
+            case "gateway":
+                return others
+            case "stall":
+                return brokers + others
+            case "pause":
+                roles: Collection[Role] = ROLES
+            case _:
+                roles = [role for role in ROLES if role == kind]
         serving = [self._stack.up(role) for role in roles]
         return [part for parts in serving if len(parts) > 1 for part in parts]
 

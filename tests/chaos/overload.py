@@ -21,7 +21,7 @@ from tests.chaos.rest import rest
 from tests.chaos.run import asking, stack
 from tests.chaos.stack import Settings, Stack
 
-SLOW: Final = Settings(prefill=2, decode=2, step_s=0.04, decode_slots=4)
+SLOW: Final = Settings(prefill=2, decode=2, gateways=1, step_s=0.04, decode_slots=4)
 """Eight sequences of 20 × 40 ms: ten replies a second. How many are let in is the gateway's own judgement."""
 
 REFUSALS: Final = (429, 503)

@@ -13,7 +13,7 @@ from pipeline.cli import http
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import Account, Audit, account_decoder, encode
 from pipeline.protocol.subjects import CLASSES, Shard
-from tests.chaos.stack import Stack
+from tests.chaos.stack import Part, Stack
 
 QUIET_S_MAX: Final = 20.0
 """Until the last message is acked and the last grant has ended: leases and asks run for a second, a deadline's grace for 5 s."""
@@ -85,7 +85,11 @@ async def _settled(count: Callable[[], Awaitable[int]]) -> int:
 
 
 async def _accusations(stack: Stack) -> int:
-    """How often the gateway, in its present life, has taken a worker for dead."""
-    _, body = await http.get(f"{stack.gateway_url}/metrics", 5.0)
+    """How often the gateways, in their present lives, have taken a worker for dead."""
+    return sum([await _accused(gateway) for gateway in stack.gateways()])
+
+
+async def _accused(gateway: Part) -> int:
+    _, body = await http.get(f"{gateway.url}/metrics", 5.0)
     found = re.search(rb"^headrace_accusations_total (\d+)", body, re.MULTILINE)
     return int(found[1]) if found else 0

@@ -19,8 +19,7 @@ from tests.chaos.rest import rest
 from tests.chaos.stack import Settings, Stack
 from tests.chaos.verdict import Report
 
-DEFAULT_KINDS: Final[tuple[Kind, ...]] = ("prefill", "decode", "nats", "pause")
-
+DEFAULT_KINDS: Final[tuple[Kind, ...]] = ("prefill", "decode", "pause", "nats", "gateway")
 
 SLOW_S: Final = 1.5
 """A reply that takes longer is told of: more than one thing has gone wrong for it."""
@@ -55,7 +54,7 @@ async def _run(plan: Plan) -> Report:
             outcomes,
             rest=left,
             kills=trouble.done,
-            gateway_deaths=running.parts["gateway"].deaths,
+            gateway_deaths=[death for gateway in running.gateways() for death in gateway.deaths],
             unasked=running.unasked,
             duration_s=time.monotonic() - began_s,
         )
@@ -95,7 +94,7 @@ def asking(running: Stack, outcomes: list[load.Outcome], of: int) -> load.Ask:
     step = max(1, of // 10)
 
     async def ask(order: load.Order) -> None:
-        outcome = await load.ask(running.gateway_url, order)
+        outcome = await load.ask([gateway.url for gateway in running.gateways()], order)
         outcomes.append(outcome)
         if outcome.ending == "broken":
             progress(f"request {order.number} broken: {outcome.code} after {outcome.latency_s:.2f} s")

@@ -1,4 +1,4 @@
-"""A stack that can be hurt: nats-server, workers with the simulated engine and a gateway, each a process of its own.
+"""A stack that can be hurt: nats-server, workers with the simulated engine and gateways, each a process of its own.
 
 One task keeps each part: it starts its process, and starts it again `REVIVE_AFTER_S` after it has ended. An end that nobody has
 asked for is remembered as `unasked`, because a part must not die of another's death.
@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: int = 3
     decode: int = 3
+    gateways: int = 2
     step_s: float = 0.005
     decode_slots: int = 64
     kv_blocks: int = 1024
@@ -75,8 +76,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class Part:
     """One part of the stack and its present process. `hit` is set once we have asked for its end."""
 
-    def __init__(self, name: str, command: tuple[str, ...], role: Role | None = None) -> None:
+    def __init__(self, name: str, command: tuple[str, ...], role: Role | None = None, port: int = 0) -> None:
+        """`port`: where a gateway serves."""
         self.name = name
+        self.url = f"http://127.0.0.1:{port}" if port else ""
         self.command = command
         self.role = role
         self.process: Process | None = None
@@ -101,9 +104,8 @@ class Stack:
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.folder = folder
         self.settings = settings
-        self.nats_port, self.gateway_port = free_port(), free_port()
+        self.nats_port = free_port()
         self.nats_url = f"nats://127.0.0.1:{self.nats_port}"
-        self.gateway_url = f"http://127.0.0.1:{self.gateway_port}"
         self.unasked: list[str] = []
         self.bus: Bus
         self._presences = Presences()
@@ -117,6 +119,14 @@ class Stack:
     def workers(self, role: Role | None = None) -> list[Part]:
         """Those of a role, or all of them."""
         return [part for part in self.parts.values() if part.role and role in (None, part.role)]
+
+    def gateways(self) -> list[Part]:
+        """All of them."""
+        return [part for part in self.parts.values() if part.url]
+
+    def gateways_up(self) -> list[Part]:
+        """Those that run, and that nobody has hurt."""
+        return [part for part in self.gateways() if part.process is not None and not part.hit and not part.paused]
 
     def up(self, role: Role) -> list[Part]:
         """The workers of a role that serve now."""
@@ -136,16 +146,17 @@ class Stack:
         return sum(peer.slots - peer.slots_free for peer in said)
 
     async def until_all_serve(self) -> None:
-        """Return when every worker serves, and the gateway sees them."""
+        """Return when every worker serves, and every gateway sees them."""
         await self.until(lambda: all(map(self.serves, self.workers())), "workers do not serve")
         with anyio.fail_after(START_S_MAX):
-            while not await self.gateway_sees(len(self.workers("prefill")), len(self.workers("decode"))):
-                await anyio.sleep(5 * PROBE_S)
+            for gateway in self.gateways():
+                while not await self.sees(gateway, len(self.workers("prefill")), len(self.workers("decode"))):
+                    await anyio.sleep(5 * PROBE_S)
 
-    async def gateway_sees(self, prefill: int, decode: int) -> bool:
-        """Whether the gateway is ready, and knows of so many workers."""
+    async def sees(self, gateway: Part, prefill: int, decode: int) -> bool:
+        """Whether a gateway is ready, and knows of so many workers."""
         try:
-            status, body = await http.get(f"{self.gateway_url}/ready", 2.0)
+            status, body = await http.get(f"{gateway.url}/ready", 2.0)
         except OSError:
             return False
         seen = msgspec.json.decode(body)
@@ -263,7 +274,10 @@ class Stack:
 
     def _made(self) -> list[Part]:
         nats = (binary(), "-c", str(NATS_CONFIG), "-sd", str(self.folder / "nats"), "-p", str(self.nats_port))
-        parts = [Part("nats", (*nats, "-m", str(free_port()))), Part("gateway", _headrace("gateway"))]
+        parts = [Part("nats", (*nats, "-m", str(free_port())))]
+        for number in range(1, self.settings.gateways + 1):
+            port = free_port()
+            parts.append(Part(f"gateway-{number}", _headrace("gateway", "--port", str(port)), port=port))
         for role, count in zip(ROLES, (self.settings.prefill, self.settings.decode), strict=True):
             for number in range(1, count + 1):
                 name = f"{role}-{number}"
@@ -274,7 +288,6 @@ class Stack:
         return {
             **self.settings.environment(),
             "HEADRACE__NATS__URL": self.nats_url,
-            "HEADRACE__GATEWAY__PORT": str(self.gateway_port),
             TIER_VARIABLE: str(self.folder / "simulated-lmcache"),
         }
 

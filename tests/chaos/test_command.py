@@ -14,7 +14,7 @@ from pipeline.errors import OperatorError
 def test_kinds_are_named_in_any_order_and_a_stranger_is_refused_with_what_there_is() -> None:
     assert _kinds("nats, prefill") == ("prefill", "nats")
     assert _kinds("") == ()
-    with pytest.raises(OperatorError, match=r"knows no 'keeper'.*prefill, decode, pause, nats, gateway"):
+    with pytest.raises(OperatorError, match=r"knows no 'keeper'.*prefill, decode, pause, nats, gateway, stall"):
         _kinds("prefill,keeper")
 
 

@@ -134,7 +134,7 @@ def table(report: Report) -> str:
         f"left       {report.leaked_blocks} blocks, {report.leaked_slots} slots, {report.left_requests} requests",
         f"troubles   {report.kills}: {kinds}",
         f"latency    p50 {report.latency_p50_s} s   p99 {report.latency_p99_s} s   max {report.latency_max_s} s",
-        f"judgement  {report.accusations} accusations by the gateway; {report.duration_s} s in all",
+        f"judgement  {report.accusations} accusations by gateways; {report.duration_s} s in all",
     ]
     lines += [f"errors     {codes}"] if codes else []
     lines += [f"ended of its own accord: {end}" for end in report.unasked_ends]

@@ -373,6 +373,19 @@ def test_a_refused_handoff_loses_the_grant_and_the_search_goes_on_under_a_new_id
     assert first.message.ask != second.message.ask
 
 
+def test_after_a_handoff_into_silence_another_worker_is_asked_first() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    search.lost(silent=True)
+    [second] = search.tick(0.0, live, (0, 0))
+    assert (first.decode, second.decode) == ("a", "b")
+    search.verdict(verdict(second, "granted"))
+    search.lost(silent=True)
+    [third] = search.tick(0.0, live[:1], (0, 0))
+    assert third.decode == "a", "there is nobody else"
+
+
 def test_when_the_request_ends_everything_is_given_back_but_what_was_handed_off() -> None:
     search, live = asking(), [peer("a")]
     [first] = search.tick(0.0, live, (0, 0))
@@ -383,6 +396,14 @@ def test_when_the_request_ends_everything_is_given_back_but_what_was_handed_off(
     search.verdict(verdict(first, "granted"))
     search.handed_off()
     assert search.stop() == []
+
+
+def test_a_request_that_has_ended_asks_for_nothing_any_more_and_gives_back_what_it_is_granted_late() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.stop()
+    assert search.tick(SECOND_ASK_AFTER_S, live, (0, 0)) == []
+    assert search.verdict(verdict(first, "granted")) == [Send("a", Return(ask=first.message.ask))]
 
 
 def test_the_waiting_answer_of_two_keeps_both() -> None:

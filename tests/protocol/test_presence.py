@@ -1,8 +1,10 @@
 """Presence: who lives is who spoke lately, in its newest life."""
 
-from pipeline.limits import PRESENCE_SILENT_MAX_S
+import math
+
+from pipeline.limits import PRESENCE_SILENT_MAX_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.messages import Presence
-from pipeline.protocol.presence import GIVEN_UP_MAX, Presences, Receiver
+from pipeline.protocol.presence import RECEIVERS_MAX, Presences, Receiver
 
 
 def word(
@@ -54,42 +56,36 @@ def gateway(epoch: str) -> Presence:
 
 def test_a_receiver_is_gone_when_it_has_been_silent_for_two_seconds_of_our_own_connection() -> None:
     seen, receiver = Presences(), Receiver("g", "2")
-    assert not seen.abandoned(receiver, since_s=0.0, now_s=2.0)
-    assert seen.abandoned(receiver, since_s=0.0, now_s=2.1), "never heard of it"
     seen.heard(gateway("2"), 5.0)
-    assert not seen.abandoned(receiver, since_s=0.0, now_s=7.0)
-    assert seen.abandoned(receiver, since_s=0.0, now_s=7.1)
-    assert not seen.abandoned(receiver, since_s=6.0, now_s=7.1), "we ourselves were away"
+    assert seen.silence_s(receiver, since_s=0.0, now_s=7.0) <= RECEIVER_SILENT_MAX_S
+    assert seen.silence_s(receiver, since_s=0.0, now_s=7.1) > RECEIVER_SILENT_MAX_S
+    assert seen.silence_s(receiver, since_s=6.0, now_s=7.1) <= RECEIVER_SILENT_MAX_S, "we ourselves were away"
+
+
+def test_a_receiver_that_was_never_heard_is_waited_for_from_when_a_request_first_names_it() -> None:
+    seen, receiver = Presences(), Receiver("g", "2")
+    seen.heard(gateway("1"), 0.0)
+    assert seen.silence_s(receiver, since_s=0.0, now_s=10.0) <= RECEIVER_SILENT_MAX_S, "only its former life was heard"
+    assert seen.silence_s(receiver, since_s=0.0, now_s=12.0) <= RECEIVER_SILENT_MAX_S
+    assert seen.silence_s(receiver, since_s=0.0, now_s=12.1) > RECEIVER_SILENT_MAX_S, (
+        "whichever of its requests it is by then"
+    )
+    assert seen.silence_s(receiver, since_s=11.0, now_s=12.1) <= RECEIVER_SILENT_MAX_S, "we ourselves were away"
 
 
 def test_a_receiver_is_gone_when_a_newer_life_of_it_speaks() -> None:
     seen = Presences()
     seen.heard(gateway("3"), 5.0)
-    assert seen.abandoned(Receiver("g", "2"), since_s=0.0, now_s=5.0)
-    assert not seen.abandoned(Receiver("g", "3"), since_s=0.0, now_s=5.0)
+    assert seen.silence_s(Receiver("g", "2"), since_s=0.0, now_s=5.0) > RECEIVER_SILENT_MAX_S
+    assert seen.silence_s(Receiver("g", "3"), since_s=0.0, now_s=5.0) <= RECEIVER_SILENT_MAX_S
 
 
-def test_who_was_given_up_once_stays_so_until_it_is_heard() -> None:
-    seen, receiver = Presences(), Receiver("g", "2")
-    seen.heard(gateway("2"), 1.0)
-    assert not seen.given_up(receiver, connected_s=0.0)
-    seen.give_up(receiver, 4.0)
-    assert seen.given_up(receiver, connected_s=0.0)
-    assert not seen.given_up(Receiver("g", "3"), connected_s=0.0), "another life of it"
-    assert not seen.given_up(receiver, connected_s=4.5), "we were away, and may have missed its words"
-    seen.heard(gateway("2"), 5.0)
-    assert not seen.given_up(receiver, connected_s=0.0)
-    seen.heard(gateway("3"), 6.0)
-    seen.give_up(receiver, 6.0)
-    assert seen.given_up(receiver, connected_s=0.0), "the words of its next life are not its own"
-
-
-def test_only_so_many_dead_receivers_are_remembered() -> None:
+def test_only_so_many_receivers_that_were_never_heard_are_remembered() -> None:
     seen = Presences()
-    for number in range(GIVEN_UP_MAX + 1):
-        seen.give_up(Receiver(f"g{number}", "1"), 1.0)
-    remembered = [number for number in range(GIVEN_UP_MAX + 1) if seen.given_up(Receiver(f"g{number}", "1"), 0.0)]
-    assert remembered == list(range(1, GIVEN_UP_MAX + 1))
+    for number in range(RECEIVERS_MAX + 1):
+        assert seen.silence_s(Receiver(f"g{number}", "1"), 0.0, 1.0) == 0.0
+    assert seen.silence_s(Receiver("g1", "1"), 0.0, 2.0) == 1.0
+    assert seen.silence_s(Receiver("g0", "1"), 0.0, 2.0) == 0.0, "forgotten, and named anew"
 
 
 def test_a_receiver_names_itself_and_its_life() -> None:
@@ -105,3 +101,5 @@ def test_the_lives_that_go_on_are_known_across_roles() -> None:
     assert seen.epochs(0.5) == {"1", "7"}
     assert seen.epochs(PRESENCE_SILENT_MAX_S + 0.1) == {"7"}
     assert list(seen.heard_of(("prefill",))) == [("a", "1", 0.0)]
+    assert seen.heard_s("prefill", "a") == 0.0
+    assert seen.heard_s("prefill", "b") == -math.inf

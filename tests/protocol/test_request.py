@@ -20,6 +20,7 @@ from pipeline.protocol.request import (
 )
 
 E, F, S, P = Event, Effect, Stage, Progress
+OFFERED = READY | P.OFFERED
 
 
 def prefill(*events: Event, state: Prefill | None = None) -> tuple[Prefill, list[Effect]]:
@@ -42,8 +43,27 @@ def decode(*events: Event, arbitrated: bool = True) -> tuple[Decode, list[Effect
 def test_the_hand_off_comes_when_all_is_true_in_whatever_order(order: tuple[Event, ...]) -> None:
     state, effects = prefill(E.DELIVERED, E.RENDERED, *order)
     assert effects == [F.CLAIM, F.RENDER, F.ASK, F.PREFILL, F.HAND_OFF]
-    assert state == Prefill(S.HANDING, READY)
-    assert prefill(E.ACCEPTED, state=state) == (Prefill(S.ENDED, READY), [])
+    assert state == Prefill(S.HANDING, OFFERED)
+    assert prefill(E.ACCEPTED, state=state) == (Prefill(S.ENDED, OFFERED), [])
+
+
+def test_a_silent_decode_worker_loses_the_claim_or_has_it_and_only_the_receiver_knows() -> None:
+    handing, _ = prefill(E.DELIVERED, E.RENDERED, E.GO, E.STORED, E.GRANTED)
+    untaken, effects = prefill(E.UNTAKEN, state=handing)
+    assert effects == [F.RECLAIM, F.ASK]
+    assert prefill(E.FENCED, state=untaken)[1] == [F.STOP]
+    assert prefill(E.GRANTED, state=untaken)[1] == [], "granted elsewhere, but perhaps not ours any more"
+    again, effects = prefill(E.GRANTED, E.GO, state=untaken)
+    assert effects == [F.HAND_OFF]
+    assert again == handing
+
+
+def test_what_a_decode_worker_may_have_is_never_given_back_in_its_place() -> None:
+    handing, _ = prefill(E.DELIVERED, E.RENDERED, E.GO, E.STORED, E.GRANTED)
+    untaken, _ = prefill(E.UNTAKEN, state=handing)
+    assert prefill(E.LEFT, state=handing)[1] == [F.STOP]
+    assert prefill(E.LEFT, state=untaken)[1] == [F.STOP]
+    assert prefill(E.GO, E.LEFT, state=untaken)[1] == [F.STOP, F.NAK]
 
 
 @pytest.mark.parametrize("missing", [E.GO, E.STORED, E.GRANTED, E.RENDERED])
@@ -52,6 +72,17 @@ def test_nothing_is_handed_off_while_anything_is_missing(missing: Event) -> None
         E.DELIVERED, *(event for event in (E.RENDERED, E.GO, E.STORED, E.GRANTED) if event is not missing)
     )
     assert F.HAND_OFF not in effects
+
+
+def test_a_request_whose_receiver_does_not_answer_gives_its_slot_away_and_comes_back_later() -> None:
+    assert prefill(E.DELIVERED, E.RENDERED, E.STORED, E.UNANSWERED) == (
+        Prefill(S.ENDED, P.BEGUN | P.RENDERED | P.STORED),
+        [F.CLAIM, F.RENDER, F.ASK, F.PREFILL, F.STOP],
+    )
+    assert prefill(E.DELIVERED, E.INVALID, E.UNANSWERED) == (
+        Prefill(S.ENDED, P.BEGUN),
+        [F.CLAIM, F.RENDER, F.STOP, F.DEAD_LETTER],
+    )
 
 
 def test_a_redelivered_request_is_claimed_before_anything_is_spent_on_it() -> None:
@@ -126,7 +157,9 @@ def test_in_doubt_without_an_arbiter_the_worst_is_assumed() -> None:
 
 
 PREFILL_STATES = [
-    Prefill(stage, progress) for stage in (S.WORKING, S.HANDING, S.ENDING, S.ENDED) for progress in (P.NOTHING, READY)
+    Prefill(stage, progress)
+    for stage in (S.WORKING, S.HANDING, S.ENDING, S.ENDED)
+    for progress in (P.NOTHING, READY, OFFERED)
 ]
 DECODE_STATES = [
     Decode(stage, arbitrated)

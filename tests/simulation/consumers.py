@@ -1,8 +1,7 @@
 """Who gets what is stored: one durable pull consumer with the `prioritized` policy, as measured on nats-server 2.15.
 
 * The lowest priority that has a waiting pull is served; equal ones in turn. What waits to be delivered again goes first.
-* A pull ends with its batch, at its expiry (408, with what is left of it), or with the interest in its inbox. While it waits, it
-  is told so every heartbeat.
+* A pull ends with its batch, at its expiry (408, with what is left of it), or with the interest in its inbox.
 * The lease: a message not acked within `ack_wait` of its delivery or of the last `+WPI` is delivered again. Whoever says ack, NAK
   or `+WPI` is heard, the holder of an older delivery too.
 """
@@ -27,7 +26,6 @@ class _Ask(msgspec.Struct):
 
     batch: int = 1
     expires: int = 0
-    idle_heartbeat: int = 0
     group: str = ""
     priority: int = 0
 
@@ -39,15 +37,13 @@ class _Delay(msgspec.Struct):
 class Pull:
     """One waiting pull request."""
 
-    __slots__ = ("expires_s", "heartbeat_s", "left", "link", "over", "priority", "reply")
+    __slots__ = ("left", "link", "over", "priority", "reply")
 
-    def __init__(self, link: "Link", reply: str, ask: _Ask, now_s: float) -> None:
+    def __init__(self, link: "Link", reply: str, ask: _Ask) -> None:
         self.link = link
         self.reply = reply
         self.left = ask.batch
         self.priority = ask.priority
-        self.expires_s = now_s + ask.expires / 1e9
-        self.heartbeat_s = ask.idle_heartbeat / 1e9
         self.over = False
 
 
@@ -95,12 +91,13 @@ class Consumer:
             return
         self.pulls = [pull for pull in self.pulls if not pull.over and self._wanted(pull)]
         if len(self.pulls) >= self._waiting_max:
-            return  # without a word, as the server does
-        pull = Pull(link, reply, ask, self._broker.loop.now_s)
+            self._broker.status(reply, 409, "Exceeded MaxWaiting")
+            return
+        pull = Pull(link, reply, ask)
         self.pulls.append(pull)
         self.serve()
-        if not pull.over and pull.heartbeat_s:
-            self._broker.later(pull.heartbeat_s, self._beat, pull)
+        if not pull.over:
+            self._broker.later(ask.expires / 1e9, self._expire, pull)
 
     def forget(self, link: "Link") -> None:
         """A connection has gone, and its pulls with it."""
@@ -150,17 +147,13 @@ class Consumer:
     def _wanted(self, pull: Pull) -> bool:
         return pull.link.alive and bool(self._broker.interest.of(pull.reply))
 
-    def _beat(self, pull: Pull) -> None:
+    def _expire(self, pull: Pull) -> None:
         if pull.over or not self._wanted(pull):
             return
-        if self._broker.loop.now_s >= pull.expires_s - 1e-9:
-            pull.over = True
-            self.pulls.remove(pull)
-            left = {"Nats-Pending-Messages": str(pull.left), "Nats-Pending-Bytes": "0"}
-            self._broker.status(pull.reply, 408, "Request Timeout", left)
-            return
-        self._broker.status(pull.reply, 100, "Idle Heartbeat")
-        self._broker.later(pull.heartbeat_s, self._beat, pull)
+        pull.over = True
+        self.pulls.remove(pull)
+        left = {"Nats-Pending-Messages": str(pull.left), "Nats-Pending-Bytes": "0"}
+        self._broker.status(pull.reply, 408, "Request Timeout", left)
 
     # ---- leases
 

@@ -48,9 +48,11 @@ async def _between(broker: SimBroker, story: Story) -> None:
             await asyncio.wait(tasks)
 
 
-async def pulls(bus: Bus, came: list[Delivery], ended: list[int], priority: int, batch: int = 1) -> Puller:
+async def pulls(
+    bus: Bus, came: list[Delivery], ended: list[int], priority: int, batch: int = 1, expires_s: float = 10.0
+) -> Puller:
     """A standing pull."""
-    puller = Puller(bus, came.append, lambda _, count: ended.append(count))
+    puller = Puller(bus, came.append, lambda _, count: ended.append(count), expires_s)
     await puller.start()
     puller.offer(SHARD, batch, priority)
     await asyncio.sleep(0.05)
@@ -94,7 +96,7 @@ def test_a_message_comes_back_after_its_lease_and_any_connection_may_keep_it_or_
 def test_a_pull_that_brought_nothing_ends_at_its_expiry() -> None:
     async def story(_: SimBroker, one: Bus, __: Bus) -> None:
         ended: list[int] = []
-        puller = await pulls(one, [], ended, priority=0, batch=2)
+        puller = await pulls(one, [], ended, priority=0, batch=2, expires_s=EXPIRES_S)
         await asyncio.sleep(EXPIRES_S - 0.2)
         assert puller.outstanding_total == 2
         await asyncio.sleep(0.4)

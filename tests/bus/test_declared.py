@@ -1,0 +1,98 @@
+"""What the declared streams promise, and what a strict server makes of it: nothing is lost with a broker, nothing is swallowed."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.chat import PUBLISH_TIMEOUT_S
+from pipeline.bus import streams
+from pipeline.bus.connection import Bus
+from pipeline.cli.dlq import STORE_TIMEOUT_S
+from pipeline.config import Config
+from pipeline.limits import EXPIRED_AFTER_S, LEASE_SPARE_S
+from pipeline.paths import JETSTREAM
+from pipeline.protocol.subjects import CLASSES, Shard, parse_stored, partition, request_in
+from tests.bus.support import SHARDS, api, fresh
+from tests.nats_server import NatsServer
+from workers.jobs import TELLING_GRACE_S
+
+pytestmark = pytest.mark.anyio
+
+DECLARED = streams.declared(JETSTREAM)
+STREAMS = [item.name for item in DECLARED.items if item.kind == "stream"]
+CONSUMERS = sorted(JETSTREAM.glob("*.consumer.json"))
+
+SUBJECTS = {
+    "ADVISORIES": "keeper.expired.REQUESTS_batch.1",
+    "DLQ": "dlq.poison.batch",
+    "KV_starts": "$KV.starts.REQUESTS_batch.1.epoch",
+    "REPLIES": "replies.crm.1",
+    "REQUESTS_batch": "requests.in.batch.ada.ada",
+    "REQUESTS_interactive": "requests.in.interactive.ada.ada",
+}
+"""Something to publish to each stream."""
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_every_stream_lies_in_files(name: str) -> None:
+    assert DECLARED.stream(name)["storage"] == "file"
+
+
+@pytest.mark.parametrize("path", CONSUMERS, ids=lambda path: path.name)
+def test_no_consumer_keeps_its_state_in_memory_or_waits_longer_with_every_delivery(path: Path) -> None:
+    config = msgspec.json.decode(path.read_bytes())
+    assert not config.get("mem_storage")
+    assert "backoff" not in config, "it would replace ack_wait, and a bare NAK ignores it"
+
+
+async def test_what_every_stream_holds_is_there_after_its_broker_was_killed(broker: NatsServer) -> None:
+    assert sorted(SUBJECTS) == sorted(STREAMS)
+    async with await Bus.connect(broker.url, "test") as bus:
+        await streams.apply(bus, DECLARED)
+        for subject in SUBJECTS.values():
+            await bus.store(subject, b"kept", msg_id=fresh(), timeout_s=2.0)
+        broker.restart()
+        await bus.wait_connected(10.0)
+        held = {name: (await api(bus, f"STREAM.INFO.{name}"))["state"]["messages"] for name in STREAMS}
+        assert held == dict.fromkeys(STREAMS, 1)
+        assert await streams.diff(bus, DECLARED) == [], "consumers and all"
+
+
+@pytest.mark.parametrize("klass", CLASSES)
+async def test_the_affinity_picks_the_shard_and_creator_and_affinity_keep_their_places(queue: Bus, klass: str) -> None:
+    spread = [f"ada~{number}" for number in range(4)]
+    assert len({partition(affinity, SHARDS) for affinity in spread}) > 1
+    await api(queue, f"STREAM.PURGE.REQUESTS_{klass}")
+    for affinity in spread:
+        await queue.store(request_in(klass, affinity, "ada"), b"", msg_id=fresh(), timeout_s=2.0)
+    info = await api(queue, f"STREAM.INFO.REQUESTS_{klass}", subjects_filter=">")
+    places = {(at.shard, at.affinity, at.creator) for at in map(parse_stored, info["state"]["subjects"])}
+    assert places == {(Shard(klass, partition(affinity, SHARDS)), affinity, "ada") for affinity in spread}
+
+
+@pytest.mark.parametrize("klass", CLASSES)
+def test_each_creator_has_a_share_of_its_own_of_a_classs_queue(klass: str) -> None:
+    config = DECLARED.stream(f"REQUESTS_{klass}")
+    assert (config["discard"], config["discard_new_per_subject"]) == ("new", True)
+    assert 1 <= config["max_msgs_per_subject"] <= config["max_msgs"] / 100
+
+
+@pytest.mark.parametrize("klass", CLASSES)
+def test_a_publish_that_is_repeated_is_recognised_for_as_long_as_anybody_repeats_it(klass: str) -> None:
+    horizon_s = max(PUBLISH_TIMEOUT_S, STORE_TIMEOUT_S)
+    assert DECLARED.stream(f"REQUESTS_{klass}")["duplicate_window"] / 1e9 >= 2 * horizon_s
+
+
+@pytest.mark.parametrize("klass", CLASSES)
+def test_a_kept_reply_is_recognised_for_as_long_as_its_request_may_be_delivered(klass: str) -> None:
+    longest_s = Config().requests.timeout_max_s[klass] + TELLING_GRACE_S + LEASE_SPARE_S + EXPIRED_AFTER_S
+    assert DECLARED.stream("REPLIES")["duplicate_window"] / 1e9 >= longest_s
+
+
+@pytest.mark.parametrize("klass", CLASSES)
+def test_a_shard_may_have_all_that_a_large_fleet_holds_in_flight(klass: str) -> None:
+    """Messages stay unacked through decode, and at its bound a consumer delivers nothing to anybody."""
+    shard = next(item.config for item in DECLARED.items if item.kind == "consumer" and item.stream.endswith(klass))
+    config = Config()
+    assert shard["max_ack_pending"] >= 2 * 64 * (config.prefill.slots + config.decode.slots)
