@@ -5,7 +5,7 @@ costs twice as much a frame. So a message is sorted by the request that it names
 
     open       frames go to its receiver; claims are arbitrated
     whole      the client has been given everything: `whole`, and the worker acks
-    any other  its client has left, or never was: `gone`, and the worker acks
+    any other  its client has left, or never was: `gone`, and the worker acks; to tokens, which take no answer, a cancel
 
 The handlers never wait. Text that a slow client has not read yet is joined, so a client costs at most the length of its reply,
 and nobody else's time.
@@ -199,6 +199,9 @@ class Replies:
             answer = self._late(frame.request) if reply is None else self._take(reply, frame, now_s)
             if answer is not None and message.reply:
                 self._say(message.reply, answer)
+            elif isinstance(answer, Gone):
+                # Its worker has not heard the cancel yet, or never will: what is lost with a connection nobody repeats.
+                self._say(subjects.cancel(frame.request), Cancel(frame.request))
 
     def on_claim(self, message: Message) -> None:
         """A worker asks for the right to work on a request."""

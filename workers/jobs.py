@@ -124,7 +124,7 @@ class Job(ABC):
     def _start(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
         """Known to STOP from now on, and not from its first turn: the events that start and stop it may come together."""
         scope = anyio.CancelScope()
-        if effect not in (Effect.CLAIM, Effect.TELL):
+        if effect not in (Effect.CLAIM, Effect.RECLAIM, Effect.TELL):
             self._working.append(scope)
         self._tasks.start_soon(self._run_beside, scope, effect, carry_out)
 

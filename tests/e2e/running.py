@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,18 @@ class Running(msgspec.Struct):
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=240).stdout
 
     def metric(self, process: str, name: str) -> float:
-        """One unlabelled metric of a worker."""
+        """One metric of a worker, named with its labels as the worker prints them."""
         with urllib.request.urlopen(self.metrics[process], timeout=5) as answer:
-            found = re.search(rf"^{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+            found = re.search(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
         assert found, f"{process} does not say {name}"
         return float(found[1])
+
+    def await_metric(self, process: str, name: str, holds: Callable[[float], bool], within_s: float) -> None:
+        """Return when this holds of a metric."""
+        deadline = time.monotonic() + within_s
+        while not holds(value := self.metric(process, name)):
+            assert time.monotonic() < deadline, f"{process} still says {name} {value:g} after {within_s} s"
+            time.sleep(0.05)  # between two looks; nothing tells us
 
     def kill(self, name: str) -> None:
         """SIGKILL to a process of the stack and to all that it has started."""

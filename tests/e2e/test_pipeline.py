@@ -134,6 +134,25 @@ def test_decode_never_preempts_when_more_is_asked_for_than_it_has_room_for(runni
     assert running.metric("decode-1", "headrace_ledger_disagreements_total") == 0
 
 
+def test_a_client_that_leaves_in_mid_reply_stops_the_engine_and_frees_its_blocks(running: Running) -> None:
+    consumed = 'headrace_blocks{state="consumed"}'
+    with openai.OpenAI(base_url=f"{running.gateway}/v1", api_key="none") as client:
+        chunks = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Tell me a long story."}],
+            max_tokens=2000,  # a minute
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for _ in range(4):
+            next(chunks)
+        running.await_metric("decode-1", consumed, lambda blocks: blocks > 60, within_s=5.0)
+        chunks.close()
+    running.await_metric("decode-1", consumed, lambda blocks: blocks == 0, within_s=2.0)
+    running.await_metric("decode-1", "headrace_engine_kv_usage_ratio", lambda ratio: ratio == 0, within_s=2.0)
+    assert running.metric("decode-1", "headrace_ledger_disagreements_total") == 0
+
+
 def test_the_producer_of_the_readme_works_as_printed(running: Running) -> None:
     readme = (ROOT / "README.md").read_text()
     example = re.search(r"```python\n(# A producer.*?)```", readme, re.DOTALL)

@@ -115,6 +115,15 @@ async def test_a_reply_closed_early_tells_its_holder_and_everybody_else(replies:
     assert len(replies) == 0
 
 
+async def test_tokens_for_a_client_that_has_left_are_answered_by_another_cancel(replies: Replies, bus: Posted) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    replies.on_claim(claim("r"))
+    replies.close(reply)
+    bus.take()
+    replies.on_frames(message([tokens("r", 0, "Par")]))
+    assert bus.take() == [("control.cancel.r", encode(Cancel("r")))]
+
+
 async def test_a_request_that_was_never_published_is_not_cancelled(replies: Replies, bus: Posted) -> None:
     replies.close(replies.open("r", 0.0, 60.0))
     assert bus.take() == []

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config, Engine, LMCache, Nats, Requests, Simulated
 from pipeline.paths import JETSTREAM
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import Done, Failed, Tokens, claim_decoder, encode, frames_decoder, unpack_ids
+from pipeline.protocol.messages import Cancel, Done, Failed, Tokens, claim_decoder, encode, frames_decoder, unpack_ids
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.reply import Receiver
 from workers.decode import DecodeWorker
@@ -24,6 +24,8 @@ from workers.engines.simulated import SimulatedEngine
 from workers.identity import new_identity
 from workers.prefill import PrefillWorker
 from workers.runtime import Role
+
+MakeEngine = Callable[[Config, Role], SimulatedEngine]
 
 PROMPT = [{"role": "user", "content": "Tell me about the sea. " * 20}]
 
@@ -63,8 +65,8 @@ class Reply(msgspec.Struct):
 class Fleet:
     """Workers by name, and a bus for the test's own words."""
 
-    def __init__(self, config: Config, bus: Bus, tasks: anyio.abc.TaskGroup) -> None:
-        self.config, self.bus, self._tasks = config, bus, tasks
+    def __init__(self, config: Config, bus: Bus, tasks: anyio.abc.TaskGroup, engine: MakeEngine) -> None:
+        self.config, self.bus, self._tasks, self._engine = config, bus, tasks, engine
         self.workers: dict[str, Running] = {}
 
     async def add(self, role: Role, name: str, config: Config | None = None) -> Running:
@@ -104,7 +106,7 @@ class Fleet:
             return await caller.reply()
 
     async def _live(self, config: Config, role: Role, name: str, started: anyio.Event) -> None:
-        engine, presences = SimulatedEngine(config, role), Presences()
+        engine, presences = self._engine(config, role), Presences()
         await engine.start()
         async with await Bus.connect(config.nats.url, name) as bus:
             me = new_identity(name)
@@ -134,6 +136,8 @@ class Caller:
         self.receiver = Receiver(request)
         self.frames = 0
         self.holders: list[str] = []
+        self.hears_takeovers = True
+        self.takeovers_unheard = 0
         self.inbox = bus.inbox()
         self._end: Done | Failed | None = None
         self._ended = anyio.Event()
@@ -163,13 +167,28 @@ class Caller:
         assert self._end is not None
         return Reply(self.receiver.text, self.receiver.ids, self._end, self.frames)
 
-    def leave(self) -> None:
-        """The client is gone."""
-        self.receiver.leave()
-        self.bus.post(subjects.cancel(self.request), b"")
+    def leave(self, *, cancels: bool = True) -> None:
+        """The client is gone: what a gateway says then. Without `cancels` the cancel is lost on the way."""
+        notice = self.receiver.leave()
+        if notice is not None:
+            self.bus.post(notice[0], encode(notice[1]))
+        if cancels:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """What anybody may say who does not want the reply: the receiver itself knows nothing of it."""
+        self.bus.post(subjects.cancel(self.request), encode(Cancel(self.request)))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the reply has come to its end."""
+        return self._ended.is_set()
 
     def _claimed(self, message: Message) -> None:
         claim = claim_decoder.decode(message.data)
+        if claim.follows is not None and not (self.hears_takeovers or self.receiver.arbiter.gone):
+            self.takeovers_unheard += 1
+            return
         self.holders.append(claim.holder)
         self.bus.post(message.reply, encode(self.receiver.claim(claim)))
 
@@ -187,11 +206,13 @@ class Caller:
 
 
 @asynccontextmanager
-async def fleet(config: Config, *, prefill: int = 1, decode: int = 1) -> AsyncIterator[Fleet]:
+async def fleet(
+    config: Config, *, prefill: int = 1, decode: int = 1, engine: MakeEngine = SimulatedEngine
+) -> AsyncIterator[Fleet]:
     """A fleet that serves."""
     async with await Bus.connect(config.nats.url, "test") as bus, anyio.create_task_group() as tasks:
         await streams.apply(bus, streams.declared(JETSTREAM))
-        made = Fleet(config, bus, tasks)
+        made = Fleet(config, bus, tasks, engine)
         for number in range(decode):
             await made.add("decode", f"decode-{number + 1}")
         for number in range(prefill):

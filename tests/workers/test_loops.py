@@ -127,28 +127,6 @@ async def test_an_expired_request_costs_no_prefill(broker: NatsServer) -> None:
         await at_rest(made)
 
 
-async def test_a_request_cancelled_while_decoding_stops_and_gives_its_blocks_back(broker: NatsServer) -> None:
-    async with fleet(config_for(broker.url, step_s=0.02)) as made:
-        caller = Caller(made.bus, "to-cancel")
-        await caller.listen()
-        await caller.publish("alice", max_tokens=500, ignore_eos=True)
-        await until(lambda: caller.frames > 2)
-        caller.leave()
-        await until(lambda: made.decode().ledger.count(GrantState.CONSUMED) == 0, within_s=1.0)
-        await at_rest(made)
-
-
-async def test_what_was_cancelled_while_queued_is_dropped_when_it_comes(broker: NatsServer) -> None:
-    async with fleet(config_for(broker.url), prefill=0) as made:
-        caller = Caller(made.bus, "to-cancel")
-        await caller.listen()
-        await caller.publish("alice", max_tokens=500, ignore_eos=True)
-        caller.leave()
-        await made.add("prefill", "prefill-1")
-        await at_rest(made)
-        assert caller.frames == 0
-
-
 async def test_a_failing_prefill_is_told_to_the_receiver(broker: NatsServer) -> None:
     async with fleet(config_for(broker.url)) as made:
         made.workers["prefill-1"].engine.fail_next("prefill")
