@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -20,13 +21,17 @@ from pipeline.paths import NATS_CONFIG
 
 _READY_S: Final = 10.0
 
+_PORTS: Final = (20_000, 32_000)
+"""Below those that Linux gives to outgoing connections, which would take one before its server does."""
+
 
 def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listened on a moment ago, and that no outgoing connection is given."""
+    while True:
+        port = random.randrange(*_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def binary() -> str:
