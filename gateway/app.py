@@ -28,6 +28,7 @@ from gateway.fleet import Lookout
 from gateway.intake import Terms
 from gateway.ops import Ops
 from gateway.replies import Replies
+from gateway.routing import Routing
 from gateway.vigil import Vigil
 from pipeline import outside
 from pipeline.bus.background import Background
@@ -35,7 +36,7 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
 from pipeline.errors import CapacityError, OperatorError
-from pipeline.limits import PRESENCE_SILENT_MAX_S
+from pipeline.limits import ACCUSER_PERIOD_S, PRESENCE_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.admission import Admission
 from pipeline.protocol.messages import Presence
@@ -85,15 +86,17 @@ class Gateway:
         self.replies = Replies(bus, accuser, outside.monotonic_s)
         self.vigil = Vigil(bus, accuser, self.presences, self.replies, process)
         self.lookout = Lookout(self.presences, outside.monotonic_s)
+        self.routing = Routing(bus, self.presences, process, config.requests.shards, outside.monotonic_s)
         self.chat = Chat(
             bus=bus,
             replies=self.replies,
             admission=self.admission,
             lookout=self.lookout,
+            routing=self.routing,
             terms=self.terms,
             body_bytes_max=config.gateway.body_bytes_max,
         )
-        self.ops = Ops(self.lookout, lambda: self.bus.connected, lambda: self.draining)
+        self.ops = Ops(self.lookout, self.routing, self.presences, lambda: self.bus.connected, lambda: self.draining)
 
     def routes(self) -> list[BaseRoute]:
         """All that it answers."""
@@ -108,6 +111,8 @@ class Gateway:
             ready=not self.draining,
             draining=self.draining,
             load=self.admission.in_flight / self.admission.in_flight_max,
+            rate=self.routing.total(),
+            rates=self.routing.heaviest(),
         )
 
     async def listen(self) -> None:
@@ -133,16 +138,19 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
     async with await Bus.connect(config.nats.url, process, config.nats.connect_timeout_s) as bus:
         gateway = Gateway(config, bus, process)
         watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
-        announcer = Announcer(bus, gateway.presence)
+        announcer = Announcer(bus, gateway.presence, ACCUSER_PERIOD_S)
         await watcher.start()
         await gateway.listen()
         await announcer.start()
         await gateway.hear_the_fleet()
+        await gateway.routing.start()
+        routing = Background(gateway.routing.run(), "routing")
         watch = Background(gateway.vigil.run(), "vigil")
         try:
             yield gateway
         finally:
             await watch.stop()
+            await routing.stop()
             gateway.draining = True
             announcer.now()
             await announcer.stop()

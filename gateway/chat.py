@@ -19,9 +19,11 @@ from gateway import errors, intake, openai, sse
 from gateway.fleet import Lookout
 from gateway.intake import Order, Terms
 from gateway.replies import Replies, Reply
+from gateway.routing import Routing
 from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.errors import CapacityError, ErrorBody, ReplyError, ServiceError
+from pipeline.protocol import subjects
 from pipeline.protocol.admission import Admission
 from pipeline.protocol.messages import Done
 from pipeline.telemetry import logs, metrics
@@ -49,9 +51,18 @@ class Chat:
     """The endpoint, as an ASGI application."""
 
     def __init__(
-        self, *, bus: Bus, replies: Replies, admission: Admission, lookout: Lookout, terms: Terms, body_bytes_max: int
+        self,
+        *,
+        bus: Bus,
+        replies: Replies,
+        admission: Admission,
+        lookout: Lookout,
+        routing: Routing,
+        terms: Terms,
+        body_bytes_max: int,
     ) -> None:
         self._bus = bus
+        self._routing = routing
         self._replies = replies
         self._admission = admission
         self._lookout = lookout
@@ -123,7 +134,9 @@ class Chat:
         payload, order.payload = order.payload, b""
         timeout_s = min(PUBLISH_TIMEOUT_S, order.timeout_s / 2)
         try:
-            await self._bus.store(order.subject, payload, msg_id=order.id, timeout_s=timeout_s)
+            affinity = self._routing.affinity(order.creator, order.conversation)
+            subject = subjects.request_in(order.klass, affinity, order.creator)
+            await self._bus.store(subject, payload, msg_id=order.id, timeout_s=timeout_s)
             self._replies.confirm(reply)
         except CapacityError as error:
             wait_s = error.retry_after_s or self._admission.wait_s(self._clock())

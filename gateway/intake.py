@@ -24,14 +24,15 @@ _PRINTABLE: Final = frozenset(range(0x20, 0x7F))
 
 
 class Order(msgspec.Struct, kw_only=True):
-    """One request, checked. `payload` is the envelope as it will lie in REQUESTS, published to `subject`.
+    """One request, checked. `payload` is the envelope as it will lie in REQUESTS. `creator` is its subject token.
 
-    `model` is what the client asked for, then what it gets.
+    `conversation` keeps its turns together where a creator's are spread. `model` is what the client asked for, then what it gets.
     """
 
     id: str
     klass: str
-    subject: str
+    creator: str
+    conversation: str
     payload: bytes
     model: str
     stream: bool
@@ -96,6 +97,11 @@ def creator_of(headers: Headers, user: str | None, default: str) -> str:
     return _text(raw) or user or default
 
 
+def conversation_of(headers: Headers, cache_key: str | None, request: str) -> str:
+    """Which requests share a history: those of the header's, else of OpenAI's `prompt_cache_key`, else this one alone."""
+    return _text(headers.get(b"x-conversation-id", b"")) or cache_key or request
+
+
 def take(request: str, headers: Headers, body: bytes, terms: Terms) -> Order:
     """Check everything that can be checked without a tokeniser, and write the envelope."""
     klass = class_of(headers)
@@ -106,16 +112,18 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms) -> Order:
         tree = to_map(body)
         chat = to_chat(tree, Chat)
         theirs = {name: value for name, value in tree.items() if name not in RESERVED}
+        if tenant := _text(headers.get(b"x-tenant-id", b"")):
+            theirs["tenant"] = tenant
         payload = _envelope(request, timeout_s, terms, theirs)
     except RecursionError:
         raise InvalidField("The body is nested too deeply.") from None
     except OverflowError:
         raise InvalidField("The body has an integer of more than 64 bits.") from None
-    creator = subjects.token(creator_of(headers, chat.user, terms.default_creator))
     return Order(
         id=request,
         klass=klass,
-        subject=subjects.request_in(klass, creator, creator),
+        creator=subjects.token(creator_of(headers, chat.user, terms.default_creator)),
+        conversation=conversation_of(headers, chat.prompt_cache_key, request),
         payload=payload,
         model=chat.model or "",
         stream=bool(chat.stream),

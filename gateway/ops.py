@@ -10,8 +10,12 @@ from starlette.routing import Route
 
 from gateway import openai
 from gateway.errors import refusal
+from gateway.explain import explain
 from gateway.fleet import Fleet, Lookout
+from gateway.routing import Routing
+from pipeline import outside
 from pipeline.errors import ModelNotFound
+from pipeline.protocol.presence import Presences
 from pipeline.telemetry import metrics
 
 _json = msgspec.json.Encoder().encode
@@ -38,8 +42,17 @@ def readiness(fleet: Fleet, *, connected: bool, draining: bool) -> Readiness:
 class Ops:
     """The endpoints. `connected` and `draining` are asked at each request."""
 
-    def __init__(self, lookout: Lookout, connected: Callable[[], bool], draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        lookout: Lookout,
+        routing: Routing,
+        presences: Presences,
+        connected: Callable[[], bool],
+        draining: Callable[[], bool],
+    ) -> None:
         self._lookout = lookout
+        self._routing = routing
+        self._presences = presences
         self._connected = connected
         self._draining = draining
         self._since = int(time.time())
@@ -52,6 +65,7 @@ class Ops:
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{model:path}", self.model),
+            Route("/v1/routes/{creator:path}", self.route),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -81,6 +95,11 @@ class Ops:
         if asked not in served:
             return refusal(ModelNotFound(f"The model {asked!r} is not served here.", param="model").body())
         return _json_response(openai.model_card(asked, served[asked], self._since))
+
+    async def route(self, request: Request) -> Response:
+        """Where a creator's requests go, and why."""
+        creator = request.path_params["creator"]
+        return _json_response(explain(creator, self._routing, self._presences, outside.monotonic_s))
 
 
 def _json_response(body: msgspec.Struct, status: int = 200) -> Response:

@@ -64,7 +64,8 @@ class Vigil:
         for reply in self._replies.all():
             if reply.answer_by_s is not None and now_s > reply.answer_by_s:
                 reply.finish(LOST)
-            self._judge(reply, now_s)
+            # Not until now: what was said since our own last word came back may still be on its way.
+            self._judge(reply, self._presences.heard_s("gateway", self._process))
 
     def was_away(self, now_s: float) -> None:
         """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
@@ -81,13 +82,13 @@ class Vigil:
         with contextlib.suppress(BusError):
             await self._bus.barrier()
 
-    def _judge(self, reply: Reply, now_s: float) -> None:
+    def _judge(self, reply: Reply, until_s: float) -> None:
         claim = reply.receiver.arbiter.last
         if claim is None or not self._bus.connected:
             return
         if reply.last_frame_s is not None:
             self.accuser.heard(claim.holder, claim.epoch, reply.last_frame_s)
-        if self.accuser.accuses(claim, now_s):
+        if self.accuser.accuses(claim, until_s):
             log.warning("worker_silent", holder=claim.holder, request=reply.request)
             metrics.ACCUSATIONS.inc()
             try:

@@ -58,8 +58,10 @@ class Requests(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker publishes replies only here: it must not be told to publish to `$JS.API…`."""
     starts_max: Positive = 3
     """Workers that may die with a request before it goes to the DLQ as poison. Chaos runs, which kill at random, set more."""
-    salt_scope: Literal["creator", "none"] = "creator"
-    """Who may share cached prefixes."""
+    salt_scope: Literal["creator", "tenant", "none"] = "creator"
+    """Who may share cached prefixes: the requests of a creator, all creators of a tenant, or everybody."""
+    direct_tokens_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """A prompt with fewer tokens than this to compute goes directly to decode, which computes them. 0: none does."""
 
 
 class Model(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -36,6 +36,9 @@ holds no seat yet. More would queue inside the engine, where nobody sees it, ins
 PRESENCE_PERIOD_S: Final = 0.2
 """Every process says this often that it lives, and how it is."""
 
+ACCUSER_PERIOD_S: Final = 0.1
+"""A gateway says it more often: it judges others up to when its own word last came back."""
+
 PRESENCE_SILENT_MAX_S: Final = 0.8
 """Four periods without a word: not offered work. (An accusation needs more: see `claims.py`.)"""
 
@@ -63,8 +66,86 @@ BACKLOG_UNSERVED_S: Final = 0.05
 SPILL_LOAD: Final = 0.85
 """Load above which a worker stops offering slots: the source article's threshold."""
 
+SPILL_BACK_LOAD: Final = 0.75
+"""Load at which a worker that has spilled takes work again: three of four slots, so a single end of a request shows."""
+
+WORKERS_SCORED_MAX: Final = 4096
+"""Workers whose scores for all shards are remembered, at 2 KB each: four times the largest fleet that we plan for."""
+
+RATES_TRACKED_MAX: Final = 1024
+"""Creators that a gateway counts, at 300 bytes each. One that has a thousandth of the traffic is surely among them."""
+
+RATES_TOP_MAX: Final = 256
+"""Creators that a balancer looks at, the heaviest: what it could do about lighter ones is less than the noise of a load."""
+
+RATES_MEMORY_S: Final = 20.0
+"""A request counts for 1/e after so long: at 1,000/s a worker's quarter of the traffic is known to 1.4 %."""
+
+ROUTE_VARIANTS_MAX: Final = 64
+"""Affinities of one creator. A route stays under 400 bytes, and a creator needs more only where it is a fifth of 300 workers."""
+
+ROUTE_CHANGES_MAX: Final = 4
+"""Exceptions that one step makes or takes back: each warms up a worker, and its effect is seen before the next ones."""
+
 PULL_RANK_MAX: Final = 9
 """NATS knows the priorities 0 to 9; ranks beyond share the last."""
+
+PREFIXES_MAX: Final = 1024
+"""Creators whose shared prefix a prefill worker remembers, for others to warm up: 7 MB of token ids."""
+
+WARM_UPS_WAITING_MAX: Final = 8
+"""Prefixes that wait to be warmed up: a second of cold prefills. Beyond it the asker publishes the route all the same."""
+
+WARM_UP_TIMEOUT_S: Final = 2.0
+"""What a gateway waits for a prefix to be loaded before it sends requests there anyway."""
+
+BALANCE_PERIOD_S: Final = 1.0
+"""Between two looks at who is asked for how much, by the gateway that writes routes."""
+
+ROUTES_RELOAD_S: Final = 10.0
+"""Between two looks at the whole bucket of routes, for a change that was not heard of."""
+
+RATES_SAID_MAX: Final = 32
+"""Creators whose rates a gateway's presence names: 1 KB, five times a second. Who asks less is no exception to the hash."""
+
+EARLY_MAX: Final = 512
+"""Numbered things kept while one before them is missing: of those beyond, the latest go, and are asked for again."""
+
+CACHE_GAP_PATIENCE_S: Final = 0.02
+"""A batch of cache events that others have overtaken comes within this time; after it, it is taken for lost, and repeated."""
+
+CACHE_CHECK_PERIOD_S: Final = 0.4
+"""How often an engine is asked for cache events that we may have missed: the last of them may be lost, and no later one shows it.
+With the 0.2 s that its answer takes, what we know of its cache is right again within a second."""
+
+CACHE_REPLAY_PERIOD_S: Final = 0.2
+"""An unanswered wish for a replay is repeated this often."""
+
+CACHE_REPLAY_TIMEOUT_S: Final = 1.0
+"""What an engine gets to repeat its batches. vLLM looks for wishes ten times a second, and sends 2,048 batches in 0.1 s."""
+
+CACHE_BATCHES_KEPT: Final = 2048
+"""Batches that an engine keeps to be repeated, one a step: 40 s of a busy GPU, and 70 MB at the very most. What is late by
+more makes the index begin anew."""
+
+CACHE_BATCHES_UNREAD: Final = 1024
+"""Batches between the engine and us. Beyond it they are dropped, and repeated once we read again: half of what it keeps."""
+
+WARM_CREATORS_MAX: Final = 1024
+"""Creators of whom a prefill worker says whether they are warm: twice as many prefixes of 1,800 tokens as an H200 holds of an
+8B model. A snapshot of them is 8 KB."""
+
+WARM_TELL_PERIOD_S: Final = 0.05
+"""Who has become warm or cold is said this often: an eviction costs one message for all creators that it hit."""
+
+WARM_SNAPSHOT_PERIOD_S: Final = 5.0
+"""All warm creators are said this often, asked or not. The digest in presence finds a wrong view 25 times as fast."""
+
+WARM_SNAPSHOT_SPARE_S: Final = 0.1
+"""Between two snapshots that are asked for: one answers all gateways that have started together."""
+
+WARM_ASK_PERIOD_S: Final = 0.2
+"""A gateway whose view of a worker is wrong asks this often: once a presence."""
 
 TURNED_AWAY_MAX: Final = 16_384
 """Requests of silent receivers that a worker remembers to have seen: all that eight gateways have in flight."""

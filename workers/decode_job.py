@@ -83,6 +83,7 @@ class DecodeJob(Job):
         self._lease: str | None = None
         self._message = parse_ack(handoff.ack)
         self._counted = False
+        self._stop_watching: Callable[[], None] | None = None
         super().__init__(desk.clock() + handoff.deadline_s - outside.unix_s(), desk.clock)
         self.happen(Event.TAKEN)
 
@@ -114,6 +115,8 @@ class DecodeJob(Job):
             await super().run()
         finally:
             self._release()
+            if self._stop_watching is not None:
+                self._stop_watching()
             if self._counted:
                 await self.desk.starts.take_back_shielded(self._message)
             if self._lease is not None:
@@ -145,6 +148,9 @@ class DecodeJob(Job):
             # A start that is not counted, rather than a reply that fails.
             with contextlib.suppress(BusError, CapacityError):
                 await self.desk.starts.record(self._message)
+        if not (self.holding.arbitrated or self.holding.kept):
+            # Nobody asks again for what a broken connection loses, so there the reply would go on with a hole.
+            self._stop_watching = self.desk.bus.on_disconnect(lambda: self.happen(Event.DOUBT))
         self.accepted = True
         await self.answer(HandoffAnswer(state="accepted"))
 
@@ -209,11 +215,13 @@ class DecodeJob(Job):
         usage = Usage(
             prompt_tokens=len(self.handoff.ids) // 4,
             completion_tokens=self.outbox.length,
-            cached_tokens=self.handoff.cached_tokens,
+            # Where no prefill engine has seen the prompt, what was not computed is what we have found.
+            cached_tokens=self._cached_tokens if self.handoff.direct else self.handoff.cached_tokens,
             decode_cached_tokens=self._cached_tokens,
             prefill_generated_tokens=self.handoff.prefill_generated_tokens,
             prefill=self.handoff.prefill,
             decode=self.desk.me.id,
+            hbm_tokens=self.handoff.hbm_tokens,
         )
         return self.outbox.done(self._finish, usage)
 

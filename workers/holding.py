@@ -103,7 +103,9 @@ class Holding(msgspec.Struct):
         """Store the whole reply: the stream's word stands for the receiver's. One message id, so that it is there once."""
         message = parse_ack(self.ack_subject)
         with contextlib.suppress(Duplicate):
-            await self.bus.store(subject, payload, f"{message.stream}-{message.sequence}", KEEP_TIMEOUT_S)
+            # With its time: a stream that was declared anew counts from 1 again, and its replies are no repetitions.
+            kept = f"{message.stream}-{message.sequence}-{message.stored_at_s:.3f}"
+            await self.bus.store(subject, payload, kept, KEEP_TIMEOUT_S)
         return Event.WHOLE
 
     async def ack(self) -> None:

@@ -132,7 +132,8 @@ class Job(ABC):
         self, scope: anyio.CancelScope, effect: Effect, carry_out: Callable[[], Awaitable[None]]
     ) -> None:
         with scope:
-            if not scope.cancel_called:
+            # A claim beside the ack of what is dropped would be answered, and its receiver would count on it.
+            if not (scope.cancel_called or self.ended_by is Event.GONE):
                 await self._carry_out(effect, carry_out)
 
     async def _carry_out(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
@@ -144,7 +145,8 @@ class Job(ABC):
         except RequestError as error:
             self.happen(Event.INVALID, error)
         except ReplyError as error:
-            self.happen(Event.FAILED, error)
+            # An end that could not be told is no end: its message is let go, and comes again.
+            self.happen(Event.DOUBT if effect is Effect.TELL else Event.FAILED, error)
         except BusError as error:
             log.warning("broker out of reach", effect=effect.name, error=str(error))
             self.happen(Event.DOUBT)

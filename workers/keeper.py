@@ -45,7 +45,7 @@ from workers.dead_letters import keep
 from workers.holding import Holding
 from workers.identity import Identity, new_claim, new_identity
 from workers.jobs import TOO_LATE
-from workers.runtime import check_streams
+from workers.runtime import check_ages, check_streams
 
 PULL_S: Final = 2.0
 """How long a pull for items stands."""
@@ -106,7 +106,7 @@ class Keeper:
         while (sequence := ages.expired(state.now_s)) is not None:
             subject = dead_letters.expired_subject(stream, sequence)
             with contextlib.suppress(Duplicate):  # another keeper has seen it, too
-                await self.bus.store(subject, b"", subject, KEEPER_ANSWER_S)
+                await self.bus.store(subject, b"", f"{subject}-{state.created}", KEEPER_ANSWER_S)
             ages.told()
 
     def _expires_at_s(self, stream: str, kept: Kept) -> float:
@@ -271,7 +271,7 @@ async def _live(config: Config, keeper_id: str, metrics_port: int) -> None:
     me, presences = new_identity(keeper_id), Presences()
     rules = Rules(reply_subjects=config.requests.reply_subjects, timeout_max_s=dict(config.requests.timeout_max_s))
     async with await Bus.connect(config.nats.url, keeper_id, config.nats.connect_timeout_s) as bus:
-        await check_streams(bus, config.nats.url)
+        check_ages(config, await check_streams(bus, config.nats.url))
         await Watcher(bus, presences, outside.monotonic_s).start()
         keeper = Keeper(bus, rules, me, presences)
         async with anyio.create_task_group() as tasks:

@@ -21,10 +21,10 @@ from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery, Puller
 from pipeline.config import Config
 from pipeline.errors import EngineDead
-from pipeline.limits import LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
+from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.intake import Rules
-from pipeline.protocol.messages import Presence, verdict_decoder
+from pipeline.protocol.messages import Presence, ShardsServed, verdict_decoder
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from pipeline.protocol.slots import Offer, Slots
@@ -35,7 +35,10 @@ from workers.identity import Identity
 from workers.leases import LeaseKeeper, Leases
 from workers.pool import Pool
 from workers.prefill_job import Desk, PrefillJob
+from workers.served import Served
 from workers.starts import Starts
+from workers.warm_up import WarmUps
+from workers.warmth import Warmth
 
 QUEUED_TOKENS_MAX: Final = 65_536
 """Prompt tokens in progress at which a worker is fully loaded: what queues behind them would be too late for interactive use."""
@@ -67,6 +70,10 @@ class PrefillWorker:
         self.slots = Slots(config.prefill.slots)
         self.queued_tokens = 0
         self.ready = False
+        self.served = Served()
+        self.warm_ups = WarmUps(bus, engine, me.id, lambda: self.slots.load, self._account)
+        self.warmth = Warmth(bus, engine, me, self.clock)
+        self.warm_ups.prefixes = self.warmth.prefixes
         self.desk = Desk(
             bus=bus,
             engine=engine,
@@ -82,8 +89,12 @@ class PrefillWorker:
             living=lambda: presences.epochs(self.clock()),
             silence_s=lambda decode: self.clock() - presences.heard_s("decode", decode),
             weigh=self.weigh,
+            rendered=self.warm_ups.prefixes.seen,
+            suspects=anyio.Semaphore(1),
+            expects=self.warmth.expects,
             clock=self.clock,
         )
+        self._ranks: dict[Shard, int] = {}
         self._shards = [Shard(klass, n) for klass in CLASSES for n in range(config.requests.shards)]
         self._puller = Puller(bus, self._delivered, self._pull_ended)
         self._jobs: Pool[PrefillJob] = Pool(bus, presences, ("prefill", me.id), self._ended)
@@ -96,7 +107,12 @@ class PrefillWorker:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self.desk.leases.run)
             await self.bus.subscribe(self.desk.verdicts_at, self._verdict)
+            await self.bus.subscribe(f"{self.desk.verdicts_at}.>", self._unheard)
             await self._jobs.listen()
+            await self.warm_ups.listen()
+            self._tasks.start_soon(self.warm_ups.run)
+            await self.warmth.listen()
+            self._tasks.start_soon(self.warmth.run)
             self._tasks.start_soon(self._jobs.watch_receivers)
             await self._puller.start()
             await self.bus.barrier()
@@ -131,12 +147,19 @@ class PrefillWorker:
             max_model_len=info.max_model_len,
             block_size=info.block_size,
             fingerprint=info.fingerprint,
+            warm=len(self.warmth.teller),
+            warm_number=self.warmth.teller.number,
+            warm_digest=self.warmth.teller.digest,
         )
 
+    def _account(self) -> ShardsServed:
+        return ShardsServed(worker=self.me.id, warm_creators=len(self.warmth.teller), shards=self.served.rows())
+
     def decoders(self) -> list[Presence]:
-        """Decode workers whose engine can load what ours computes."""
+        """Decode workers whose engine can load what ours computes; who has missed two presences only where nobody has not."""
         mine = self.engine.info.fingerprint
-        return [peer for peer in self.presences.live("decode", self.clock()) if peer.fingerprint == mine]
+        live = [peer for peer in self.presences.live("decode", self.clock()) if peer.fingerprint == mine]
+        return [peer for peer in live if self.desk.silence_s(peer.id) <= ACCUSE_SILENT_S] or live
 
     # Deliveries and slots
 
@@ -171,6 +194,9 @@ class PrefillWorker:
     def _ended(self, job: PrefillJob) -> None:
         """A slot is free: it goes to a held message first, then back to the shards."""
         metrics.PREFILLS.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+        if job.ended_by is Event.ACCEPTED and job.prefilled is not None:
+            shard = job.stored.shard
+            self.served.count(shard, job.prefilled, job.prompt_tokens, owned=self._ranks.get(shard) == 0)
         if isinstance(job.error, EngineDead):
             self.slots.close()  # until the health check ends this process: what came here would only come back
         self._weigh()
@@ -180,10 +206,12 @@ class PrefillWorker:
         self._offer()
 
     async def _give_back_surplus(self) -> None:
+        heard_s = self.clock()
         while True:
-            asked_s = self.clock()
+            asked_s, before_s = self.clock(), heard_s
             await anyio.sleep(SURPLUS_HOLD_S / 2)
-            if self.clock() - asked_s > LEASE_SILENT_MAX_S:
+            heard_s = max(heard_s, self.presences.heard_s("prefill", self.me.id))
+            if max(self.clock() - asked_s, heard_s - before_s) > LEASE_SILENT_MAX_S:
                 self._stale_until_s = self.clock() + 2 * SURPLUS_HOLD_S
             await self._return_surplus()
             self._offer()
@@ -191,7 +219,8 @@ class PrefillWorker:
     async def _return_surplus(self) -> None:
         """Without a connection the broker has taken them back already, or will after `ack_wait`.
 
-        After this process stood still, what it reads may be another's by now, and a NAK would take it from there.
+        After this process or its connection stood still, what it reads may be another's by now, and a NAK would take it from
+        there. (A connection that carries anything brings our own presence back.)
         """
         for key in self.slots.surplus(self.clock()):
             ack = self._held.pop(str(key)).ack
@@ -205,7 +234,8 @@ class PrefillWorker:
             self._weigh()
             live = {peer.id: float(peer.slots) for peer in self.presences.ready("prefill", self.clock())}
             live[self.me.id] = float(self.slots.capacity)
-            self._pull(self.slots.rank(placement.ranks(self.me.id, self._shards, live), self.clock()))
+            self._ranks = placement.ranks(self.me.id, self._shards, live)
+            self._pull(self.slots.rank(self._ranks, self.clock()))
             await anyio.sleep(PRESENCE_PERIOD_S)
 
     def weigh(self, tokens: int) -> None:
@@ -224,6 +254,13 @@ class PrefillWorker:
         metrics.SLOTS.labels(state="busy").set(self.slots.busy)
         metrics.SLOTS.labels(state="free").set(self.slots.free)
         metrics.PULLS_OUTSTANDING.set(self.slots.outstanding)
+
+    def _unheard(self, message: Message) -> None:
+        """The broker has no responder for an ask, whose id is in the reply subject."""
+        ask = message.subject.removeprefix(f"{self.desk.verdicts_at}.")
+        job = self._jobs.get(ask.rpartition(".")[0])
+        if job is not None and job.asking is not None:
+            job.unheard(ask)
 
     def _verdict(self, message: Message) -> None:
         """Verdicts name the ask, whose id begins with the first claim of its job."""

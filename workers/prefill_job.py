@@ -1,7 +1,7 @@
 """One request at prefill: from its delivery to the moment that a decode worker has taken it over."""
 
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -24,9 +24,10 @@ from pipeline.limits import (
 )
 from pipeline.protocol import dead_letters, intake, subjects
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
-from pipeline.protocol.credits import Asking, Send
+from pipeline.protocol.credits import Asking, Grant, Send
 from pipeline.protocol.intake import Intake, Rules
 from pipeline.protocol.messages import (
+    Ask,
     Failed,
     Go,
     Handoff,
@@ -49,6 +50,7 @@ from workers.identity import Identity, new_claim
 from workers.jobs import TELLING_GRACE_S, Job
 from workers.leases import Leases
 from workers.starts import Starts
+from workers.warmth import count_sources
 
 _AWAY: Final = HandoffAnswer(state="refused")
 """Nobody listens there: the handoff has reached no one."""
@@ -59,7 +61,9 @@ _REFUSALS: Final = {"gone": Event.GONE, "fenced": Event.FENCED}
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
     """What every prefill job of a worker shares.
 
-    `weigh` is told of prompt tokens in progress, more or fewer; `silence_s` says how long a decode worker has not been heard.
+    `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
+    `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, and `silence_s` how long a decode
+    worker has not been heard. `suspects` lets in one request at a time that workers have died with.
     """
 
     bus: Bus
@@ -74,6 +78,9 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     living: Callable[[], set[str]]
     silence_s: Callable[[str], float]
     weigh: Callable[[int], None]
+    rendered: Callable[[str, str, bytes], None]
+    expects: Callable[[str, Sequence[int]], int]
+    suspects: anyio.Semaphore
     clock: Callable[[], float]
 
 
@@ -101,15 +108,24 @@ class PrefillJob(Job):
         self.asking: Asking | None = None
         self._verdict_came = anyio.Event()
         self._ids: list[int] = []
+        self._packed = b""
         self._delivered: list[int] = []
         self._max_tokens = 0
-        self._prefilled: Prefilled | None = None
+        self.prefilled: Prefilled | None = None
+        self._direct = False
         self._weight = 0
         self._counted = False
+        self._suspect = False
+        self._unkept = False
         super().__init__(self._deadline_s(), desk.clock)
         until_s = max(self.deadline_s, self.began_s) + TELLING_GRACE_S + LEASE_SPARE_S
         self._lease = desk.leases.hold(delivery.ack, lambda: self.happen(Event.DOUBT), until_s)
         self.happen(Event.DELIVERED_AGAIN if self.again else Event.DELIVERED)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, once it is rendered."""
+        return len(self._ids)
 
     @property
     def again(self) -> bool:
@@ -128,7 +144,8 @@ class PrefillJob(Job):
     @cached_property
     def salt(self) -> str:
         """Whose cached prefixes this request may share."""
-        return cache_salt(self.stored.creator, self.desk.config.requests.salt_scope, self.desk.engine.info.fingerprint)
+        scope, fingerprint = self.desk.config.requests.salt_scope, self.desk.engine.info.fingerprint
+        return cache_salt(self.stored.creator, self.intake.chat.tenant, scope, fingerprint)
 
     def step(self, event: Event) -> tuple[Effect, ...]:
         self.state, effects = step_prefill(self.state, event)
@@ -160,6 +177,8 @@ class PrefillJob(Job):
         finally:
             self.desk.leases.let_go(self._lease)
             self.desk.weigh(-self._weight)
+            if self._suspect:
+                self.desk.suspects.release()
             if self._counted:
                 await self.desk.starts.take_back_shielded(self.ack)
 
@@ -194,18 +213,27 @@ class PrefillJob(Job):
 
     async def _count(self) -> None:
         """Record this start before the engine sees the request, and see how many have died since theirs."""
+        dead = await self._record()
+        if 0 < dead < self.desk.config.requests.starts_max:
+            # Two suspects at work would both be blamed for the one that kills: they go one at a time, and are counted then.
+            await self.desk.starts.take_back(self.ack)
+            self._counted = False
+            await self.desk.suspects.acquire()
+            self._suspect = True
+            dead = await self._record()
+        if dead >= self.desk.config.requests.starts_max:
+            self.happen(Event.POISONED, Poisoned(f"{dead} workers have died with this request: it is not tried again."))
+        else:
+            self.happen(Event.COUNTED)
+
+    async def _record(self) -> int:
+        """Record this start. Returns how many have died since theirs."""
         try:
             epochs = await self.desk.starts.record(self.ack)
         except CapacityError as error:
             raise Unanswered(f"The start was not recorded: {error}.") from None
         self._counted = True
-        dead = set(epochs) - self.desk.living() - {self.desk.me.epoch}
-        if len(dead) >= self.desk.config.requests.starts_max:
-            self.happen(
-                Event.POISONED, Poisoned(f"{len(dead)} workers have died with this request: it is not tried again.")
-            )
-        else:
-            self.happen(Event.COUNTED)
+        return len(set(epochs) - self.desk.living() - {self.desk.me.epoch})
 
     async def _render(self) -> None:
         self.check_deadline()
@@ -217,6 +245,8 @@ class PrefillJob(Job):
         self._max_tokens = reply_tokens(
             len(self._ids), chat.reply_tokens_max, self.desk.config.requests.default_max_tokens, info.max_model_len
         )
+        self._packed = pack_ids(self._ids)
+        self.desk.rendered(self.stored.creator, self.salt, self._packed)
         self._weight = len(self._ids)
         self.desk.weigh(self._weight)
         self.happen(Event.RENDERED)
@@ -251,11 +281,24 @@ class PrefillJob(Job):
         began_s = self._clock()
         # What has been delivered of the reply is read again as if it were prompt: decode continues after it.
         prompt = [*self._ids, *self._delivered]
-        self._prefilled = await self.desk.engine.prefill(self.holding.claim, prompt, self.salt)
+        expected = self.desk.expects(self.salt, prompt)
+        if len(prompt) - expected < self.desk.config.requests.direct_tokens_max:
+            self._go_direct()
+            return
+        prefilled = await self.desk.engine.prefill(self.holding.claim, prompt, self.salt)
+        self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
+        count_sources(self.prefilled, len(prompt))
         metrics.PREFILL_SECONDS.observe(self._clock() - began_s)
         metrics.PREFILL_PROMPT_TOKENS.inc(len(prompt))
-        metrics.PREFILL_CACHED_TOKENS.inc(self._prefilled.cached_tokens)
-        metrics.PREFILL_GENERATED_TOKENS.inc(self._prefilled.generated_tokens)
+        metrics.PREFILL_CACHED_TOKENS.inc(self.prefilled.cached_tokens)
+        metrics.PREFILL_GENERATED_TOKENS.inc(self.prefilled.generated_tokens)
+        self.happen(Event.STORED)
+
+    def _go_direct(self) -> None:
+        """Decode computes the little that is missing. Nothing is stored for it, and nothing generated here."""
+        self._direct = True
+        self.prefilled = Prefilled(cached_tokens=0, generated_tokens=0)
+        metrics.PREFILLS_SKIPPED.inc()
         self.happen(Event.STORED)
 
     async def _hand_off(self) -> None:
@@ -263,48 +306,49 @@ class PrefillJob(Job):
         assert self.asking is not None
         grant = self.asking.grant
         if grant is None:
-            self.happen(Event.GRANT_LOST)
+            self.happen(Event.REFUSED)
             return
         began_s = self._clock()
         answer = await self._offered(grant.decode, encode(self._handoff(grant.ask, grant.epoch)))
         metrics.HANDOFF_SECONDS.observe(self._clock() - began_s)
         if answer is None:
-            self._search_again(silent=True)
             # Without an arbiter nobody knows whether it was taken: let go, and not by a NAK.
-            self.happen(Event.UNTAKEN if self.holding.arbitrated else Event.DOUBT)
+            self._search_again(Event.UNTAKEN if self.holding.arbitrated else Event.DOUBT, grant, silent=True)
         elif answer.state == "accepted":
-            self.asking.handed_off()
+            self.send(self.asking.handed_off(grant))
             self.happen(Event.ACCEPTED)
         elif answer.reason in _REFUSALS:
             self.happen(_REFUSALS[answer.reason])
         else:
-            self._search_again(silent=answer is _AWAY)
-            self.happen(Event.REFUSED)
+            self._search_again(Event.REFUSED, grant, silent=answer is _AWAY)
 
-    def _search_again(self, *, silent: bool) -> None:
+    def _search_again(self, why: Event, grant: Grant, *, silent: bool) -> None:
+        """What was offered is not wanted there. Another grant may have come meanwhile."""
         assert self.asking is not None
-        self.asking.lost(silent=silent)
+        self.asking.lost(grant, silent=silent)
+        self.happen(why)
+        if self.asking.grant is not None:
+            self.happen(Event.GRANTED)
         self._verdict_came.set()
 
     async def _offered(self, decode: str, payload: bytes) -> HandoffAnswer | None:
         """Repeat the handoff under the same grant until it is answered, or its decode worker is silent: then it may have it."""
-        began_s, first = self._clock(), True
+        began_s, heard_of = self._clock(), False
         while True:
             try:
                 answer = await self.desk.bus.request(subjects.handoff(decode), payload, REPEAT_PERIOD_S)
                 return handoff_answer_decoder.decode(answer)
             except NoResponders:
-                if first:
-                    return _AWAY
+                return None if heard_of else _AWAY
             except BusError:
-                first = False
+                heard_of = True
             await anyio.sleep(REPEAT_PERIOD_S / 4)
             waited_s = self._clock() - began_s
             if self.desk.silence_s(decode) > ACCUSE_SILENT_S or waited_s > HANDOFF_PATIENCE_S:
                 return None
 
     def _handoff(self, ask: str, epoch: str) -> Handoff:
-        assert self._prefilled is not None
+        assert self.prefilled is not None
         return Handoff(
             request=self.address.request,
             klass=self.intake.klass,
@@ -317,16 +361,20 @@ class PrefillJob(Job):
             receiver=self.intake.chat.receiver,
             encoding=self.address.encoding,
             deadline_s=self.intake.deadline_s,
-            ids=pack_ids(self._ids),
+            ids=self._packed,
             salt=self.salt,
             max_tokens=self._max_tokens,
             chat={name: value for name, value in self.intake.tree.items() if name != "messages"},
-            cached_tokens=min(self._prefilled.cached_tokens, len(self._ids)),
-            prefill_generated_tokens=self._prefilled.generated_tokens,
+            cached_tokens=min(self.prefilled.cached_tokens, len(self._ids)),
+            prefill_generated_tokens=self.prefilled.generated_tokens,
             prefill=self.desk.me.id,
+            hbm_tokens=min(self.prefilled.hbm_tokens, len(self._ids)),
+            direct=self._direct,
         )
 
     async def _tell(self) -> None:
+        if self._unkept:
+            return
         frame = Failed(1, self.address.request, self.holding.claim, 0, self.error.body())
         self.happen(await self.holding.tell(frame, self.resend))
 
@@ -342,14 +390,23 @@ class PrefillJob(Job):
         try:
             await keep(self.desk.bus, letter, self.delivery.data, self.delivery.headers)
         except CapacityError:
-            # Without its copy the message must not be acked: it comes again.
+            # Without its copy the message must not be acked, nor its receiver told: it comes again.
+            self._unkept = True
             self.happen(Event.DOUBT)
+
+    def unheard(self, ask: str) -> None:
+        """The broker says that nobody listens where this ask was sent."""
+        assert self.asking is not None
+        self.asking.unheard(ask)
+        self._verdict_came.set()
 
     def send(self, sends: list[Send]) -> None:
         """Publish what the asker has to say. What cannot be sent now is repeated, or expires."""
         for send in sends:
+            # A reply subject, so that the broker says where nobody listens.
+            reply = f"{self.desk.verdicts_at}.{send.message.ask}" if isinstance(send.message, Ask) else ""
             with contextlib.suppress(BusError):
-                self.desk.bus.post(subjects.credit(send.decode), encode(send.message))
+                self.desk.bus.post(subjects.credit(send.decode), encode(send.message), reply)
 
     def _deadline_s(self) -> float:
         """On our own clock. What is malformed has its class's maximum to be answered in."""

@@ -36,6 +36,9 @@ Loop = PrefillWorker | DecodeWorker
 
 log: Final = structlog.get_logger("worker")
 
+AGE_SPARE_S: Final = 30.0
+"""From a class's longest deadline to the end of a message: time for a worker, or else the DLQ keeper, to tell how it ended."""
+
 HEALTH_PERIOD_S: Final = 0.5
 LAG_PERIOD_S: Final = 0.1
 
@@ -83,7 +86,9 @@ class _Process:
             async with await Bus.connect(
                 self.config.nats.url, self.worker_id, self.config.nats.connect_timeout_s
             ) as bus:
-                check_shards(self.config, await check_streams(bus, self.config.nats.url))
+                declared = await check_streams(bus, self.config.nats.url)
+                check_shards(self.config, declared)
+                check_ages(self.config, declared)
                 began_s = time.monotonic()
                 await self.engine.start()
                 await self.engine.warm_up()
@@ -165,6 +170,17 @@ def check_shards(config: Config, declared: streams.Declared) -> None:
             raise OperatorError(
                 f"requests.shards is {config.requests.shards}, but the stream of class {klass} has {there} partitions.",
                 "Make the two equal: in the configuration, or in configs/jetstream.",
+            )
+
+
+def check_ages(config: Config, declared: streams.Declared) -> None:
+    """A request that is worked on when it passes `max_age` vanishes without a word. Raises `OperatorError`."""
+    for klass in CLASSES:
+        longest_s, age_s = config.requests.timeout_max_s[klass], streams.max_age_s(declared, klass)
+        if longest_s + AGE_SPARE_S > age_s:
+            raise OperatorError(
+                f"requests.timeout_max_s of class {klass} is {longest_s:g} s, but its stream keeps a request for {age_s:g} s.",
+                f"Set it to {age_s - AGE_SPARE_S:g} s at most, or raise max_age in configs/jetstream.",
             )
 
 

@@ -24,11 +24,12 @@ _log = logs.get("bus")
 
 
 class Announcer:
-    """Publishes what `make` says of this process, every `PRESENCE_PERIOD_S`, and whenever something has changed."""
+    """Publishes what `make` says of this process, every `period_s`, and whenever something has changed."""
 
-    def __init__(self, bus: Bus, make: Callable[[], Presence]) -> None:
+    def __init__(self, bus: Bus, make: Callable[[], Presence], period_s: float = PRESENCE_PERIOD_S) -> None:
         self._bus = bus
         self._make = make
+        self._period_s = period_s
         self._task: Background | None = None
 
     async def start(self) -> None:
@@ -54,7 +55,7 @@ class Announcer:
     async def _announce(self) -> None:
         while True:
             self.now()
-            await asyncio.sleep(PRESENCE_PERIOD_S)
+            await asyncio.sleep(self._period_s)
 
 
 class Watcher:

@@ -32,17 +32,48 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """A stream at one moment: its messages, their sequences from `first` to `last`, and the broker's clock."""
+    """A stream at one moment: its messages, their sequences from `first` to `last`, and the broker's clock.
+
+    `created` tells a stream from one of the same name that was there before it, whose sequences begin at 1 as well.
+    """
 
     messages: int
     first: int
     last: int
     now_s: float
+    created: str
 
 
 async def get(bus: Bus, stream: str, sequence: int) -> Kept | None:
     """The message of that sequence, while the stream holds it."""
     return await _get(bus, stream, {"seq": sequence})
+
+
+async def last_of(bus: Bus, stream: str, subject: str) -> Kept | None:
+    """The last message of a subject."""
+    return await _get(bus, stream, {"last_by_subj": subject})
+
+
+async def subjects_of(bus: Bus, stream: str, under: str) -> dict[str, int]:
+    """The subjects that hold messages, with how many; as many as one answer carries, which is 100,000."""
+    info = await _call(bus, f"STREAM.INFO.{stream}", {"subjects_filter": under})
+    return info["state"].get("subjects") or {}
+
+
+async def consumers(bus: Bus, stream: str) -> list[dict[str, Any]]:
+    """What the broker says of each consumer of a stream."""
+    found: list[dict[str, Any]] = []
+    while True:
+        said = await _call(bus, f"CONSUMER.LIST.{stream}", {"offset": len(found)})
+        listed: list[dict[str, Any]] = said.get("consumers") or []
+        found += listed
+        if not listed or len(found) >= said["total"]:
+            return found
+
+
+async def purge(bus: Bus, stream: str, subject: str) -> None:
+    """Delete all messages of a subject."""
+    await _call(bus, f"STREAM.PURGE.{stream}", {"filter": subject})
 
 
 async def next_from(bus: Bus, stream: str, sequence: int, under: str = ">") -> Kept | None:
@@ -65,7 +96,13 @@ async def state(bus: Bus, stream: str) -> State:
     """How the stream stands."""
     info = await _call(bus, f"STREAM.INFO.{stream}", {})
     have = info["state"]
-    return State(messages=have["messages"], first=have["first_seq"], last=have["last_seq"], now_s=unix_s_of(info["ts"]))
+    return State(
+        messages=have["messages"],
+        first=have["first_seq"],
+        last=have["last_seq"],
+        now_s=unix_s_of(info["ts"]),
+        created=info["created"],
+    )
 
 
 def unix_s_of(text: str) -> float:

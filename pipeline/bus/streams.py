@@ -11,6 +11,7 @@ Only fields that a file names are compared: what an operator adds beyond them is
 place is never deleted and made anew here, because that loses requests: it is said, with what to do.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -95,6 +96,12 @@ def shards_of(declaration: Declared, klass: str) -> int:
     """The number of shards of a class. Raises `OperatorError` where its stream is not declared or has no partitions."""
     name = f"REQUESTS_{klass}"
     return _partitions(name, declaration.stream(name))
+
+
+def max_age_s(declaration: Declared, klass: str) -> float:
+    """How long the stream of a class keeps a request, in seconds; for ever where it sets no bound. Raises `OperatorError`."""
+    age_ns = declaration.stream(f"REQUESTS_{klass}").get("max_age", 0)
+    return age_ns / 1e9 if age_ns else math.inf
 
 
 async def diff(bus: Bus, declaration: Declared) -> list[Difference]:

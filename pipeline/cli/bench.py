@@ -1,5 +1,7 @@
 """`headrace bench`: a closed loop against the running stack, C requests at a time, and what their clients saw.
 
+With `--scenario`, instead, a fleet in virtual time: `pipeline/planning`.
+
 The prompts are seeded: a persona per creator, which its requests share, and a question of each request's own. The seed holds the
 run's time, so that a second bench does not find the caches of the first, unless `--warm` asks for just that.
 """
@@ -17,6 +19,7 @@ import typer
 
 from pipeline.cli import client
 from pipeline.cli.options import ConfigOption, UrlOption, configuration
+from pipeline.errors import OperatorError
 
 WORDS: Final = (
     "river", "stone", "market", "winter", "garden", "letter", "bridge", "window", "island", "summer", "paper", "engine",
@@ -65,13 +68,25 @@ def bench(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of each reply.")] = 32,
     warm: Annotated[bool, typer.Option("--warm", help="The same prompts in every run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
+    scenario: Annotated[
+        str | None,
+        typer.Option("--scenario", help="Instead, a fleet in virtual time: seed or scale.", show_default=False),
+    ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="Of a scenario: simulated is all there is.")] = "simulated",
+    duration: Annotated[float, typer.Option("--duration", min=1.0, help="Of a scenario: seconds measured.")] = 40.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of a scenario.")] = 1,
     url: UrlOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Measure the running stack: times, tokens, cache hits.
+    """Measure the running stack: times, tokens, cache hits. Or, with --scenario, plan for one, without it.
 
     Example: headrace bench --requests 200 --concurrency 8 --creators 4
+
+    Example: headrace bench --scenario seed --json
     """
+    if scenario is not None:
+        print(plan(scenario, engine, duration, seed, as_json=as_json))
+        return
     gateway = client.gateway_url(url, configuration(config))
     load = Load(
         requests=requests,
@@ -84,6 +99,26 @@ def bench(
     outcome = asyncio.run(run(gateway, load))
     print(msgspec.json.encode(outcome).decode() if as_json else table(outcome))
     raise typer.Exit(1 if outcome.errors else 0)
+
+
+def plan(scenario: str, engine: str, duration_s: float, seed: int, *, as_json: bool) -> str:
+    """Run a scenario; what to print. Raises `OperatorError` for one that there is not."""
+    if engine != "simulated":
+        raise OperatorError(f"A scenario cannot run on {engine!r}.", "Use --engine simulated.")
+    from pipeline.planning import scale
+    from pipeline.planning import seed as seeded
+
+    if scenario == "seed":
+        by_policy = seeded.run(seed, duration_s, _told)
+        return msgspec.json.encode(by_policy).decode() if as_json else seeded.table(by_policy)
+    if scenario == "scale":
+        at_scale = scale.run(seed, duration_s, _told)
+        return msgspec.json.encode(at_scale).decode() if as_json else scale.table(at_scale)
+    raise OperatorError(f"There is no scenario {scenario!r}.", "Use --scenario seed or --scenario scale.")
+
+
+def _told(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 async def run(gateway: str, load: Load) -> Report:

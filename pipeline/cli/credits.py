@@ -5,13 +5,13 @@ A decode worker is asked for its account on `credit.<id>`; who lives is heard fr
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
 
+from pipeline.cli.listening import listening
 from pipeline.cli.options import ConfigOption, configuration
 from pipeline.cli.tables import table
 from pipeline.errors import OperatorError
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.protocol.messages import Account
     from pipeline.protocol.presence import Presences
-
-LISTEN_S: Final = 0.6
-"""Three presence periods: who has said nothing by then does not live, or is about to be taken for dead."""
 
 ANSWER_S: Final = 1.0
 """A worker that does not open its books within this has a loop that stands still."""
@@ -57,28 +54,13 @@ def show(
 
 
 async def _show(config: "Config", *, as_json: bool, watch: bool) -> bool:
-    async with _listening(config) as (bus, presences):
+    async with listening(config, "headrace-credits") as (bus, presences):
         while True:
             books = await audit(bus, presences)
             print(_line(books) if as_json else _page(books, clear=watch and sys.stdout.isatty()), flush=True)
             if not watch:
                 return all(account is not None and not problems(account) for account in books.values())
             await asyncio.sleep(WATCH_PERIOD_S)
-
-
-@asynccontextmanager
-async def _listening(config: "Config") -> "AsyncIterator[tuple[Bus, Presences]]":
-    """A connection that has heard who lives."""
-    from pipeline import outside
-    from pipeline.bus.connection import Bus
-    from pipeline.bus.presence import Watcher
-    from pipeline.protocol.presence import Presences
-
-    presences = Presences()
-    async with await Bus.connect(config.nats.url, "headrace-credits", config.nats.connect_timeout_s) as bus:
-        await Watcher(bus, presences, outside.monotonic_s).start()
-        await asyncio.sleep(LISTEN_S)
-        yield bus, presences
 
 
 async def audit(bus: "Bus", presences: "Presences") -> "dict[str, Account | None]":

@@ -60,19 +60,19 @@ class Accuser:
                 known.accused = False
                 known.patience_s = min(2 * known.patience_s, ACCUSE_SILENT_MAX_S)
 
-    def accuses(self, claim: Claim, now_s: float) -> bool:
-        """Whether to NAK this claim's message now. True once a claim."""
-        if claim.claim in self._accused or not self._is_dead(claim, now_s):
+    def accuses(self, claim: Claim, until_s: float) -> bool:
+        """Whether to NAK this claim's message, where the worker would have been heard until `until_s`. True once a claim."""
+        if claim.claim in self._accused or not self._is_dead(claim, until_s):
             return False
         self._accused[claim.claim] = None
         if len(self._accused) > ACCUSED_REMEMBERED:
             self._accused.popitem(last=False)
         return True
 
-    def _is_dead(self, claim: Claim, now_s: float) -> bool:
+    def _is_dead(self, claim: Claim, until_s: float) -> bool:
         known = self._known.setdefault(claim.holder, _Known(claim.epoch, self._trusted_from_s))
         if known.epoch > claim.epoch:
             return True
-        dead = now_s - max(known.heard_s, self._trusted_from_s) > known.patience_s
+        dead = until_s - max(known.heard_s, self._trusted_from_s) > known.patience_s
         known.accused |= dead
         return dead

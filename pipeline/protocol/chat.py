@@ -50,6 +50,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     logprobs: bool | None = None
     tools: list[Any] | None = None
     response_format: Mapping[str, Any] | None = None
@@ -66,7 +67,8 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
     `reply_to`: subject for frames (or the header `Reply-To`). `claim_at`: subject that arbitrates claims (or `Claim-At`);
     a producer that is only a subscription has none. `timeout_ms` counts from when the stream stored the request. `id` is the
     publisher's own; without one the stream's sequence names the request. `receiver` is `<id>/<epoch>` of a gateway that says
-    in its presence that it lives: once it does not, its requests are dropped.
+    in its presence that it lives: once it does not, its requests are dropped. `tenant` is whom the creator
+    belongs to: tenants share no cached prefix.
     """
 
     v: Version = 1
@@ -75,6 +77,7 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
     claim_at: str | None = None
     timeout_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None
     receiver: str | None = None
+    tenant: str = ""
 
 
 ChatT = TypeVar("ChatT", bound=Chat)
@@ -88,6 +91,7 @@ RESERVED: Final = frozenset(
         "claim_at",
         "timeout_ms",
         "receiver",
+        "tenant",
         "kv_transfer_params",
         "ec_transfer_params",
         "cache_salt",

@@ -307,6 +307,7 @@ class Asking:
         self._never: dict[str, str] = {}
         self._silent: set[str] = set()
         self._count = 0
+        self._last_s = float("-inf")
         self._over = False
 
     def tick(self, now_s: float, live: Sequence[Presence], rolls: tuple[float, float]) -> list[Send]:
@@ -317,7 +318,7 @@ class Asking:
             for ask_id, asked in self._asked.items()
             if now_s - asked.sent_s >= REPEAT_PERIOD_S
         ]
-        if self._wants_another(now_s) and (choice := self._choose(live, rolls)):
+        if self._wants_another(now_s) and (choice := self._choose(now_s, live, rolls)):
             sends.append(self._ask(choice, now_s))
         elif live and not self._asked and len(self._never) >= len(live):
             self.impossible = next(iter(self._never.values()))
@@ -341,15 +342,24 @@ class Asking:
         self.grant = Grant(verdict.ask, verdict.decode, verdict.epoch)
         return self._give_back_all_but(verdict.ask)
 
-    def lost(self, *, silent: bool = False) -> None:
-        """The grant is worth nothing any more. Search again, if that has not begun yet.
+    def lost(self, grant: Grant, *, silent: bool = False) -> None:
+        """That grant is worth nothing any more. Search again, if that has not begun yet.
 
         Its worker has refused the handoff, or is `silent`: then it is asked again only where nobody else can be.
         """
-        if self.grant is not None:
-            self._asked.pop(self.grant.ask, None)
-            if silent:
-                self._silent.add(self.grant.decode)
+        if silent:
+            self._silent.add(grant.decode)
+        if self.grant == grant:
+            self._asked.pop(grant.ask, None)
+            self.grant = None
+
+    def unheard(self, ask: str) -> None:
+        """Nobody listens where this ask was sent: its worker is dead, or the broker has just come back. Others come first now."""
+        asked = self._asked.pop(ask, None)
+        if asked is None:
+            return
+        self._silent.add(asked.decode)
+        if self.grant is not None and self.grant.ask == ask:
             self.grant = None
 
     def stop(self) -> list[Send]:
@@ -359,26 +369,33 @@ class Asking:
         self._over = True
         return sends
 
-    def handed_off(self) -> None:
-        """The grant has been consumed: it is not ours any more, and must not be given back."""
+    def handed_off(self, grant: Grant) -> list[Send]:
+        """That grant has been consumed: it is not ours any more. Returns what to give back: all else that was asked for since."""
+        sends = self._give_back_all_but(grant.ask)
         self._asked.clear()
+        self._over = True
+        return sends
 
     def _wants_another(self, now_s: float) -> bool:
         if self._over or self.grant is not None or len(self._asked) >= ASKS_AT_ONCE_MAX:
             return False
         return all(now_s - asked.first_s >= SECOND_ASK_AFTER_S for asked in self._asked.values())
 
-    def _choose(self, live: Sequence[Presence], rolls: tuple[float, float]) -> Presence | None:
-        """Of two drawn workers, the one with more free blocks. A second ask goes only where there seems to be room."""
+    def _choose(self, now_s: float, live: Sequence[Presence], rolls: tuple[float, float]) -> Presence | None:
+        """Of two drawn workers, the one with more free blocks. A second ask goes only where there seems to be room.
+
+        Where all have been silent they are asked again, but not at once: a restarted broker knows nobody for a moment.
+        """
         asked = {entry.decode for entry in self._asked.values()} | self._never.keys()
         candidates = [
             presence for presence in live if presence.ready and not presence.draining and presence.id not in asked
         ]
         if self._asked:
             candidates = [presence for presence in candidates if presence.blocks_free >= self.blocks]
-        if not candidates:
+        heard = [presence for presence in candidates if presence.id not in self._silent]
+        if not candidates or not (heard or now_s - self._last_s >= SECOND_ASK_AFTER_S):
             return None
-        candidates = [presence for presence in candidates if presence.id not in self._silent] or candidates
+        candidates = heard or candidates
         drawn = [candidates[int(roll * len(candidates))] for roll in rolls]
         return max(
             drawn, key=lambda presence: (presence.blocks_free - presence.asks_waiting * self.blocks, presence.id)
@@ -386,6 +403,7 @@ class Asking:
 
     def _ask(self, choice: Presence, now_s: float) -> Send:
         self._count += 1
+        self._last_s = now_s
         ask_id = f"{self.claim}.{self._count}"
         self._asked[ask_id] = _Asked(choice.id, now_s, now_s)
         return self._send(ask_id, now_s)

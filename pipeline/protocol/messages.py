@@ -51,8 +51,9 @@ def encoding_of(payload: bytes) -> Encoding:
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """What a reply took, in tokens. The split shows in it.
 
-    `cached_tokens` of the prompt prefill did not compute (HBM or LMCache); `decode_cached_tokens` of it decode did not compute,
-    which is what the hand-off carried; `prefill_generated_tokens` is always 1, thrown away.
+    `cached_tokens` of the prompt prefill did not compute: `hbm_tokens` of them it found in its engine's own cache, the others in
+    LMCache. `decode_cached_tokens` of it decode did not compute, which is what the hand-off carried. `prefill_generated_tokens`
+    is 1, thrown away; 0 says that the request went directly to decode, and then `cached_tokens` is what decode found.
     """
 
     prompt_tokens: int
@@ -62,6 +63,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prefill_generated_tokens: int
     prefill: str
     decode: str
+    hbm_tokens: int = 0
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False, tag_field="kind", tag="?"):
@@ -224,6 +226,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
 
     `ask` is the grant's id, `epoch` the decode worker's that gave it. `claim` is prefill's, which decode takes over. `ids`
     are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the messages.
+    `direct`: no prefill engine has seen this prompt. LMCache has of it what earlier ones have left; decode computes the rest.
     """
 
     v: Version = 1
@@ -245,6 +248,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     cached_tokens: int
     prefill_generated_tokens: int
     prefill: str
+    hbm_tokens: int = 0
+    direct: bool = False
 
 
 class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answer"):
@@ -252,6 +257,86 @@ class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answ
 
     state: Literal["accepted", "refused"]
     reason: Literal["", "fenced", "gone", "no_grant", "old_epoch"] = ""
+
+
+# --------------------------------------------------------------------------------------------------------------
+# To a prefill worker: prefixes ahead of demand, and what it has served
+
+
+class WantPrefix(msgspec.Struct, frozen=True, tag="want-prefix"):
+    """Which prefix do the prompts of this creator (a subject token) share? Answered with a `Prefix`."""
+
+    creator: str
+
+
+class Prefix(msgspec.Struct, frozen=True, tag="prefix"):
+    """Packed token ids and the salt under which they are cached; no ids where the worker knows of none."""
+
+    salt: str = ""
+    ids: bytes = b""
+
+
+class WarmUp(msgspec.Struct, frozen=True, kw_only=True, tag="warm-up"):
+    """Load a prefix into the engine's own cache, before requests of its creator come. Answered with a `WarmedUp`."""
+
+    creator: str
+    prefix: Prefix
+
+
+class WarmedUp(msgspec.Struct, frozen=True, tag="warmed-up"):
+    """`cached_tokens` of the prefix were there or loaded, not computed. `busy`: not done, requests come first."""
+
+    state: Literal["warm", "busy", "failed"]
+    cached_tokens: int = 0
+
+
+class WantShards(msgspec.Struct, frozen=True, tag="want-shards"):
+    """What has this worker served of each shard? Answered with `ShardsServed`."""
+
+
+class ShardServed(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one shard: requests as its owner and in an owner's place, and prompt tokens by where their KV came from."""
+
+    klass: str
+    shard: int
+    owned: int = 0
+    spilled: int = 0
+    hbm_tokens: int = 0
+    lmcache_tokens: int = 0
+    computed_tokens: int = 0
+
+
+class ShardsServed(msgspec.Struct, frozen=True, kw_only=True, tag="shards-served"):
+    """Since the worker began. `warm_creators`: whose shared prefix its engine holds."""
+
+    worker: str
+    warm_creators: int
+    shards: list[ShardServed]
+
+
+# --------------------------------------------------------------------------------------------------------------
+# From a prefill worker: who is warm there. Creators are 64-bit hashes (`warm_view.key_of`), packed as little-endian u64.
+
+
+class WarmChanges(msgspec.Struct, frozen=True, kw_only=True, tag="warm-changes"):
+    """Creators that this worker's engine has `lost`, or `gained`. `number` counts changes from 1 on, in each epoch."""
+
+    v: Version = 1
+    worker: str
+    epoch: str
+    number: int
+    lost: bytes = b""
+    gained: bytes = b""
+
+
+class WarmCreators(msgspec.Struct, frozen=True, kw_only=True, tag="warm-creators"):
+    """All creators that are warm there after the change `number`."""
+
+    v: Version = 1
+    worker: str
+    epoch: str
+    number: int
+    creators: bytes
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -277,6 +362,15 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     max_model_len: int = 0
     block_size: int = 0
     fingerprint: str = ""
+    rate: float = 0.0
+    """A gateway's: requests a second that it has taken."""
+    rates: dict[str, float] = {}
+    """A gateway's: requests a second of the creators that ask most, by subject token."""
+    warm: int = 0
+    """A prefill worker's: creators that are warm there."""
+    warm_number: int = 0
+    """Its last change of them, and below, all of their hashes, XORed: whose view differs asks for all."""
+    warm_digest: int = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -332,4 +426,13 @@ account_decoder: Final = msgspec.msgpack.Decoder(Account)
 verdict_decoder: Final = msgspec.msgpack.Decoder(Verdict)
 handoff_decoder: Final = msgspec.msgpack.Decoder(Handoff)
 handoff_answer_decoder: Final = msgspec.msgpack.Decoder(HandoffAnswer)
+prefill_decoder: Final[msgspec.msgpack.Decoder[WantPrefix | WarmUp | WantShards]] = msgspec.msgpack.Decoder(
+    WantPrefix | WarmUp | WantShards
+)
+prefix_decoder: Final = msgspec.msgpack.Decoder(Prefix)
+warmed_up_decoder: Final = msgspec.msgpack.Decoder(WarmedUp)
+shards_served_decoder: Final = msgspec.msgpack.Decoder(ShardsServed)
+warm_decoder: Final[msgspec.msgpack.Decoder[WarmChanges | WarmCreators]] = msgspec.msgpack.Decoder(
+    WarmChanges | WarmCreators
+)
 presence_decoder: Final = msgspec.msgpack.Decoder(Presence)

@@ -8,12 +8,14 @@ own share moves.
 Load is the worker's own truth: of slots, queued prompt tokens and KV blocks, whichever is scarcest.
 """
 
+import functools
 import hashlib
 import math
+from array import array
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from pipeline.limits import PULL_RANK_MAX, SPILL_LOAD
+from pipeline.limits import PULL_RANK_MAX, SPILL_BACK_LOAD, SPILL_LOAD, WORKERS_SCORED_MAX
 from pipeline.protocol.subjects import Shard
 
 _SCALE: Final = float(1 << 64)
@@ -21,10 +23,20 @@ _SCALE: Final = float(1 << 64)
 
 def score(shard: Shard, worker: str, weight: float) -> float:
     """The rendezvous score of a worker for a shard: higher is better. `weight` is its capacity, in slots."""
-    digest = hashlib.blake2b(f"{shard.number}/{worker}".encode(), digest_size=8).digest()
+    return weight * _score(shard.number, worker)
+
+
+def _score(number: int, worker: str) -> float:
+    digest = hashlib.blake2b(f"{number}/{worker}".encode(), digest_size=8).digest()
     # A uniform number in (0, 1); -weight / ln(u) makes each worker's share proportional to its weight.
     uniform = (int.from_bytes(digest, "big") + 0.5) / _SCALE
-    return -weight / math.log(uniform)
+    return -1.0 / math.log(uniform)
+
+
+@functools.lru_cache(maxsize=WORKERS_SCORED_MAX)
+def _scores(worker: str, shards: int) -> "array[float]":
+    """A worker's scores of weight 1 for the shards 0…: hashing is most of the cost of ranks, and never changes."""
+    return array("d", (_score(number, worker) for number in range(shards)))
 
 
 def order(shard: Shard, workers: Mapping[str, float]) -> list[str]:
@@ -34,14 +46,54 @@ def order(shard: Shard, workers: Mapping[str, float]) -> list[str]:
 
 def ranks(me: str, shards: Iterable[Shard], workers: Mapping[str, float]) -> dict[Shard, int]:
     """My rank for each shard among `workers`, which need not name me; ranks beyond what NATS knows share the last."""
-    mine = workers.get(me, 1.0)
-    others = {worker: weight for worker, weight in workers.items() if worker != me}
-    return {shard: min(_rank(shard, me, mine, others), PULL_RANK_MAX) for shard in shards}
+    wanted = list(shards)
+    upto = max((shard.number for shard in wanted), default=-1) + 1
+    others = [(other, weight, _scores(other, upto)) for other, weight in workers.items() if other != me]
+    mine, own = workers.get(me, 1.0), _scores(me, upto)
+
+    def rank(number: int) -> int:
+        mark = mine * own[number]
+        ahead = sum((weight * scores[number], me) > (mark, other) for other, weight, scores in others)
+        return min(ahead, PULL_RANK_MAX)
+
+    by_number = {number: rank(number) for number in {shard.number for shard in wanted}}
+    return {shard: by_number[shard.number] for shard in wanted}
 
 
-def _rank(shard: Shard, me: str, mine: float, others: Mapping[str, float]) -> int:
-    own = score(shard, me, mine)
-    return sum((score(shard, other, weight), me) > (own, other) for other, weight in others.items())
+class Owners:
+    """Who owns each of the shards 0 to `shards` - 1, kept while workers come and go: both classes of a number have one owner."""
+
+    def __init__(self, shards: int) -> None:
+        self._best: list[tuple[float, str]] = [(0.0, "")] * shards
+        self._workers: dict[str, float] = {}
+
+    def update(self, workers: Mapping[str, float]) -> None:
+        """These workers (id → weight) are there now. Costs as much as has changed."""
+        gone = {worker for worker, weight in self._workers.items() if workers.get(worker) != weight}
+        come = [worker for worker, weight in workers.items() if self._workers.get(worker) != weight]
+        self._workers = dict(workers)
+        orphans = [number for number, (_, owner) in enumerate(self._best) if owner in gone]
+        for number in orphans:
+            self._best[number] = (0.0, "")
+        for worker in self._workers if orphans else ():
+            self._try(worker, orphans)
+        for worker in come:
+            self._try(worker, range(len(self._best)))
+
+    def __getitem__(self, number: int) -> str:
+        """The owner of a shard; empty where there is no worker."""
+        return self._best[number][1]
+
+    def __len__(self) -> int:
+        return len(self._best)
+
+    def _try(self, worker: str, numbers: Iterable[int]) -> None:
+        """Let a worker compete. Equal scores go to the smaller id, as in `order`."""
+        weight, scores = self._workers[worker], _scores(worker, len(self._best))
+        for number in numbers:
+            score_, owner = weight * scores[number], self._best[number][1]
+            if score_ > self._best[number][0] or (score_ == self._best[number][0] and worker < owner):
+                self._best[number] = (score_, worker)
 
 
 def load(*, busy: int, slots: int, queued_tokens: int, queued_tokens_max: int, kv_usage_ratio: float) -> float:
@@ -49,6 +101,9 @@ def load(*, busy: int, slots: int, queued_tokens: int, queued_tokens_max: int, k
     return min(1.0, max(busy / slots, queued_tokens / queued_tokens_max, kv_usage_ratio))
 
 
-def takes_foreign(load_ratio: float) -> bool:
-    """Whether a worker of this load offers slots to shards that it does not own."""
-    return load_ratio < SPILL_LOAD
+def spills(load_ratio: float, spilling: bool) -> bool:
+    """Whether a worker of this load leaves its work to others, given whether it did before.
+
+    It begins at `SPILL_LOAD` and ends at `SPILL_BACK_LOAD`: between the two it goes on as it is, so that it does not flap.
+    """
+    return load_ratio >= SPILL_LOAD or (spilling and load_ratio > SPILL_BACK_LOAD)

@@ -232,8 +232,9 @@ def _progress(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
 def _hand_off(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
     if event is E.ACCEPTED:
         return Prefill(S.ENDED, state.progress), ()
-    if event in (E.REFUSED, E.GRANT_LOST):
+    if event is E.REFUSED:
         return Prefill(S.WORKING, state.progress & ~(P.GRANTED | P.OFFERED)), (F.ASK,)
+    # A grant that is lost now is no news: whether the handoff was taken, its own answer says, or the receiver.
     if event is E.UNTAKEN:
         return Prefill(S.WORKING, state.progress & ~(P.GRANTED | P.CLAIMED)), (F.RECLAIM, F.ASK)
     return state, ()

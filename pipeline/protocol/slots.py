@@ -4,21 +4,48 @@ A standing pull is an open hand: the broker puts the next message of that shard 
 
 * A pull is offered in the very moment that a delivery has used one up. A loop that refills later misroutes 13 % of messages.
 * A shard without backlog gets open hands even when there are more such shards than free slots: nothing is waiting there. Should
-  more arrive than there are slots, the surplus is held for `SURPLUS_HOLD_S`, in case a slot frees, and then given back; that
-  shard is left alone for `SURPLUS_PAUSE_S`.
-* Shards with backlog share exactly the free slots, in turn: backlog alone must cost no deliveries. What we know of a backlog
-  is old, since others work on it too: where a pull is not served at once, nothing is waiting, and its slot is free for others.
-* Shards that another worker owns get one hand each, and only below `SPILL_LOAD`; urgent classes and own shards come first.
+  more arrive than there are slots, the surplus is held for `SURPLUS_HOLD_S`, in case a slot frees. Else it is given back, and
+  its shard left alone for `SURPLUS_PAUSE_S`. (A pause for all surplus, also where a slot was found, let a hot shard wait for
+  100 ms beside free slots.)
+* Shards with backlog share exactly the free slots, own ones first, in turn: backlog alone must cost no deliveries. What we know
+  of a backlog is old, since others work on it too: where a pull is not served at once, nothing is waiting, and its slot is free
+  for others.
+* Shards that another worker owns get one hand each; urgent classes and own shards come first.
+* A worker that spills (`placement.spills`) offers what it has left only at the last priorities, where nobody else has a slot:
+
+      0  own shards      1 … 7  others', by rank and load      8  own shards, spilling      9  others', spilling
+
+Every delivery asks which pulls to add, over hundreds of shards. So a lane, which is what we know of one shard, lies where its
+state puts it, and only lanes that lack a pull are ever looked at:
+
+    paused ── time ──► idle[n], n good hands stand there ◄── ended, unserved ── backlog, in turn
+                       low, only hands at a last priority ──── delivered with backlog ──►
 """
 
-from collections.abc import Hashable, Iterable, Mapping
+import heapq
+from collections.abc import Hashable, Iterator, Mapping
 from math import ceil
+from typing import Final
 
 import msgspec
 
-from pipeline.limits import BACKLOG_UNSERVED_S, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
-from pipeline.protocol.placement import takes_foreign
+from pipeline.limits import BACKLOG_UNSERVED_S, PULL_RANK_MAX, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
+from pipeline.protocol import placement
 from pipeline.protocol.subjects import CLASSES, Shard
+
+SPILLING_OWN: Final = PULL_RANK_MAX - 1
+"""Priority of own shards while spilling: behind all who are not."""
+
+SPILLING_OTHERS: Final = PULL_RANK_MAX
+
+RANK_MAX: Final = SPILLING_OWN - 1
+"""Others' shards are never offered behind own ones of a worker that spills."""
+
+RANKS_ALIKE: Final = 3
+"""Next ranks that share a priority: they are served in turn, so that each gets a part of what the owner spills."""
+
+LOAD_STEPS: Final = 3
+"""A worker steps back by one group of ranks for each third of its load: the least loaded of the next ranks comes first."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -29,13 +56,65 @@ class Offer(msgspec.Struct, frozen=True):
     priority: int
 
 
-class _Lane(msgspec.Struct):
-    rank: int
-    outstanding: int = 0
-    backlog: int = 0
-    paused_until_s: float = float("-inf")
-    asked_s: float = float("-inf")
-    """When a pull was last added here, or served."""
+class _Lane:
+    """What we know of one shard. `asked_s`: when a pull was last added here for a backlog, or served."""
+
+    __slots__ = (
+        "asked_s", "backlog", "key", "low", "outstanding", "paused_until_s", "place", "rank", "shard", "watched",
+    )  # fmt: skip
+
+    def __init__(self, shard: Shard, rank: int) -> None:
+        self.shard = shard
+        self.rank = rank
+        self.key = (CLASSES.index(shard.klass), rank, shard.number)
+        self.outstanding = 0
+        self.low = 0
+        """Of those, how many stand at a last priority: as good as none once the worker spills no more."""
+        self.backlog = 0
+        self.paused_until_s = float("-inf")
+        self.asked_s = float("-inf")
+        self.place: dict[Shard, _Lane] | None = None
+        self.watched = False
+
+
+class _Lanes:
+    """The lanes of own shards, or of others', by what they may need. `pulls` stand on those with backlog."""
+
+    def __init__(self, hands_max: int) -> None:
+        self.idle: list[dict[Shard, _Lane]] = [{} for _ in range(hands_max)]
+        self.low: dict[Shard, _Lane] = {}
+        self.backlog: dict[Shard, _Lane] = {}
+        self.pulls = 0
+
+    def lay(self, lane: _Lane) -> None:
+        """Put a lane that is not paused where it belongs: nowhere, where it has all the hands that it may ever have."""
+        good = lane.outstanding - lane.low
+        if lane.backlog:
+            self.pulls += lane.outstanding
+            place = self.backlog
+        elif good == 0 and lane.low:
+            place = self.low
+        elif good < len(self.idle):
+            place = self.idle[good]
+        else:
+            return
+        place[lane.shard] = lane
+        lane.place = place
+
+    def lift(self, lane: _Lane) -> None:
+        """Take a lane from where it lies."""
+        if lane.place is not None:
+            del lane.place[lane.shard]
+            if lane.place is self.backlog:
+                self.pulls -= lane.outstanding
+            lane.place = None
+
+    def lacking(self, want: int, spilling: bool) -> Iterator[_Lane]:
+        """Idle lanes with fewer than `want` hands. While spilling, a hand at a last priority is one, too."""
+        for lanes in self.idle[:want]:
+            yield from lanes.values()
+        if not spilling:
+            yield from self.low.values()
 
 
 class Slots:
@@ -44,11 +123,17 @@ class Slots:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.busy = 0
-        self.load = 0.0
         self.open = True
+        self.spilling = False
+        self.outstanding = 0
+        """Pulls that stand at the broker."""
+        self._scarcer = 0.0
         self._lanes: dict[Shard, _Lane] = {}
-        self._turn: list[Shard] = []
+        self._own = _Lanes(max(1, ceil(capacity / 2)))
+        self._others = _Lanes(1)
         self._held: dict[Hashable, tuple[Shard, float]] = {}
+        self._watched: list[tuple[float, tuple[int, int, int], Shard]] = []
+        """A heap of when to look at a lane again, each lane at most once."""
 
     @property
     def free(self) -> int:
@@ -56,36 +141,55 @@ class Slots:
         return self.capacity - self.busy
 
     @property
-    def outstanding(self) -> int:
-        """Pulls that stand at the broker."""
-        return sum(lane.outstanding for lane in self._lanes.values())
+    def load(self) -> float:
+        """0…1: what the worker said last, but for its slots, of which we always know."""
+        return max(self._scarcer, self.busy / self.capacity)
+
+    @load.setter
+    def load(self, said: float) -> None:
+        self._scarcer = said if said > self.busy / self.capacity else 0.0
 
     def rank(self, ranks: Mapping[Shard, int], now_s: float) -> list[Offer]:
         """The ranks have changed. Pulls that stand keep their old priority until they end."""
         for shard, rank in ranks.items():
-            lane = self._lanes.setdefault(shard, _Lane(rank))
-            lane.rank = rank
-        self._turn = sorted(self._lanes, key=lambda shard: (CLASSES.index(shard.klass), self._lanes[shard].rank, shard))
+            lane = self._lanes.get(shard)
+            if lane is None:
+                lane = self._lanes[shard] = _Lane(shard, rank)
+            elif lane.rank == rank:
+                continue
+            self._lift(lane)
+            lane.rank, lane.key = rank, (lane.key[0], rank, shard.number)
+            self._lay(lane, now_s)
         return self.offers(now_s)
 
     def delivered(self, key: Hashable, shard: Shard, backlog: int, now_s: float) -> bool:
         """A message has come, with `backlog` more behind it. True: it has a slot. False: it is held as surplus."""
         lane = self._lanes[shard]
-        lane.outstanding = max(0, lane.outstanding - 1)
+        self._lift(lane)
+        if lane.outstanding:
+            lane.outstanding -= 1
+            self.outstanding -= 1
+            lane.low = min(lane.low, lane.outstanding)  # the broker serves better priorities first
         lane.backlog = backlog
         lane.asked_s = now_s
-        if self.open and self.busy < self.capacity:
+        has_slot = self.open and self.busy < self.capacity
+        if has_slot:
             self.busy += 1
-            return True
-        self._held[key] = (shard, now_s + SURPLUS_HOLD_S)
-        lane.paused_until_s = now_s + SURPLUS_PAUSE_S
-        return False
+        else:
+            self._held[key] = (shard, now_s + SURPLUS_HOLD_S)
+        self._lay(lane, now_s)
+        return has_slot
 
     def ended(self, shard: Shard, count: int) -> None:
         """So many pulls of a shard have ended without a message: nothing was waiting there."""
         lane = self._lanes[shard]
-        lane.outstanding = max(0, lane.outstanding - count)
+        self._lift(lane)
+        count = min(count, lane.outstanding)
+        lane.outstanding -= count
+        self.outstanding -= count
+        lane.low = max(0, lane.low - count)
         lane.backlog = 0
+        self._lay(lane, float("-inf"))  # a pause goes on, by no clock
 
     def finished(self) -> Hashable | None:
         """A request has left its slot. Returns the key of the surplus delivery that takes it, the oldest, if any is held."""
@@ -100,10 +204,18 @@ class Slots:
 
     def surplus(self, now_s: float) -> list[Hashable]:
         """Held deliveries whose time is up: to be given back."""
-        late = [key for key, (_, until_s) in self._held.items() if now_s >= until_s or not self.open]
+        late: list[Hashable] = []
+        for key, (shard, until_s) in self._held.items():
+            if self.open and now_s < until_s:
+                break  # the later ones have longer
+            late.append(key)
+            lane = self._lanes[shard]
+            self._lift(lane)
+            lane.backlog += 1
+            lane.paused_until_s = now_s + SURPLUS_PAUSE_S
+            self._lay(lane, now_s)
         for key in late:
-            shard, _ = self._held.pop(key)
-            self._lanes[shard].backlog += 1
+            del self._held[key]
         return late
 
     def close(self) -> None:
@@ -112,34 +224,79 @@ class Slots:
 
     def offers(self, now_s: float) -> list[Offer]:
         """The pulls to add now; remembers them as standing."""
+        self.spilling = placement.spills(self.load, self.spilling)
         if not self.open or self.busy >= self.capacity:
             return []
-        lanes = [(shard, self._lanes[shard]) for shard in self._turn if now_s >= self._lanes[shard].paused_until_s]
-        lanes = [(shard, lane) for shard, lane in lanes if lane.rank == 0 or takes_foreign(self.load)]
-        for _, lane in lanes:
-            if lane.outstanding and now_s - lane.asked_s > BACKLOG_UNSERVED_S:
-                lane.backlog = 0
-        idle = [offer for shard, lane in lanes if lane.backlog == 0 and (offer := self._top_up(shard, lane))]
-        return idle + self._share(((shard, lane) for shard, lane in lanes if lane.backlog > 0), now_s)
+        self._wake(now_s)
+        return self._top_up(now_s) + self._share(now_s)
 
-    def _top_up(self, shard: Shard, lane: _Lane) -> Offer | None:
+    def _top_up(self, now_s: float) -> list[Offer]:
         """Own shards hold half the free slots open, so that a burst does not run past a single hand to the next worker."""
-        want = max(1, ceil(self.free / 2)) if lane.rank == 0 else 1
-        batch = want - lane.outstanding
-        if batch <= 0:
-            return None
-        lane.outstanding += batch
-        return Offer(shard, batch, lane.rank)
+        hands = 1 if self.spilling else max(1, ceil(self.free / 2))
+        lacking = [*self._own.lacking(hands, self.spilling), *self._others.lacking(1, self.spilling)]
+        if len(lacking) > 1:
+            lacking.sort(key=lambda lane: lane.key)
+        return [self._pull(lane, hands if lane.rank == 0 else 1, now_s) for lane in lacking]
 
-    def _share(self, lanes: Iterable[tuple[Shard, _Lane]], now_s: float) -> list[Offer]:
+    def _share(self, now_s: float) -> list[Offer]:
         """One pull each in turn, until every free slot has one."""
-        backlogged = list(lanes)
-        left = self.free - sum(lane.outstanding for _, lane in backlogged)
-        offers = []
-        for shard, lane in backlogged[: max(0, left)]:
-            lane.outstanding += 1
-            lane.asked_s = now_s
-            offers.append(Offer(shard, 1, lane.rank))
-            self._turn.remove(shard)
-            self._turn.append(shard)
+        left = self.free - self._own.pulls - self._others.pulls
+        offers: list[Offer] = []
+        for lanes in (self._own, self._others):
+            turn = [lane for lane, _ in zip(lanes.backlog.values(), range(left - len(offers)), strict=False)]
+            for lane in turn:
+                lane.asked_s = now_s
+                offers.append(self._pull(lane, lane.outstanding - lane.low + 1, now_s))
         return offers
+
+    def _pull(self, lane: _Lane, hands: int, now_s: float) -> Offer:
+        """Bring the good hands of a lane up to `hands`. Laid down again, it is the last in its turn."""
+        batch = hands - lane.outstanding + lane.low
+        self._lift(lane)
+        lane.outstanding += batch
+        self.outstanding += batch
+        priority = self._priority(lane.rank)
+        if self.spilling:
+            lane.low += batch
+        self._lay(lane, now_s)
+        return Offer(lane.shard, batch, priority)
+
+    def _priority(self, rank: int) -> int:
+        """What a request of somebody else's shard finds first: a near rank, and of near ones a worker with little to do.
+
+        Ranks of a group are equal, or all that a hot shard spills would go to one and the same worker.
+        """
+        if self.spilling:
+            return SPILLING_OTHERS if rank else SPILLING_OWN
+        if rank == 0:
+            return 0
+        return min(ceil(rank / RANKS_ALIKE) + int(LOAD_STEPS * self.load), RANK_MAX)
+
+    # ---- where lanes lie
+
+    def _lift(self, lane: _Lane) -> None:
+        (self._others if lane.rank else self._own).lift(lane)
+
+    def _lay(self, lane: _Lane, now_s: float) -> None:
+        if lane.paused_until_s > now_s:
+            self._watch(lane, lane.paused_until_s)
+            return
+        lane.paused_until_s = float("-inf")
+        (self._others if lane.rank else self._own).lay(lane)
+        if lane.backlog and lane.outstanding:
+            self._watch(lane, lane.asked_s + BACKLOG_UNSERVED_S)
+
+    def _watch(self, lane: _Lane, at_s: float) -> None:
+        if not lane.watched:
+            lane.watched = True
+            heapq.heappush(self._watched, (at_s, lane.key, lane.shard))
+
+    def _wake(self, now_s: float) -> None:
+        """Pauses end. A pull on a backlog that nobody has served shows that the backlog is gone."""
+        while self._watched and self._watched[0][0] <= now_s:
+            lane = self._lanes[heapq.heappop(self._watched)[2]]
+            lane.watched = False
+            self._lift(lane)
+            if lane.outstanding and lane.asked_s + BACKLOG_UNSERVED_S <= now_s:
+                lane.backlog = 0
+            self._lay(lane, now_s)

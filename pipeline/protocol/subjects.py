@@ -137,6 +137,26 @@ def credit(decode: str) -> str:
     return f"credit.{decode}"
 
 
+def prefill(worker: str) -> str:
+    """Where a prefill worker hears of prefixes to warm up, and of who wants to see what it has served."""
+    return f"prefill.{worker}"
+
+
+def cache_evicted(worker: str) -> str:
+    """Where a prefill worker says which creators' prefixes it has lost."""
+    return f"cache.evicted.{worker}"
+
+
+def cache_warm(worker: str) -> str:
+    """Where it says which it has gained, and now and then all that it has."""
+    return f"cache.warm.{worker}"
+
+
+def cache_ask(worker: str) -> str:
+    """Where it is asked for all that it has."""
+    return f"cache.ask.{worker}"
+
+
 def handoff(decode: str) -> str:
     """Where a decode worker takes completion events."""
     return f"handoff.{decode}"

@@ -24,7 +24,7 @@ class Holder:
     def __init__(self, bus: Bus) -> None:
         self.got: list[Delivery] = []
         self.at_s: list[float] = []
-        self.puller = Puller(bus, self._on_delivery, lambda _shard, _count: None)
+        self.puller = Puller(bus, self._on_delivery, lambda _shard, _count: None, expires_s=30.0)
 
     async def start(self) -> Delivery:
         await self.puller.start()

@@ -1,4 +1,4 @@
-"""What the declared streams promise, and what a strict server makes of it: nothing is lost with a broker, nothing is swallowed."""
+"""What the declared streams promise, on a strict server: nothing is lost with a broker, misplaced, or swallowed."""
 
 from pathlib import Path
 
@@ -23,15 +23,11 @@ DECLARED = streams.declared(JETSTREAM)
 STREAMS = [item.name for item in DECLARED.items if item.kind == "stream"]
 CONSUMERS = sorted(JETSTREAM.glob("*.consumer.json"))
 
-SUBJECTS = {
-    "ADVISORIES": "keeper.expired.REQUESTS_batch.1",
-    "DLQ": "dlq.poison.batch",
-    "KV_starts": "$KV.starts.REQUESTS_batch.1.epoch",
-    "REPLIES": "replies.crm.1",
-    "REQUESTS_batch": "requests.in.batch.ada.ada",
-    "REQUESTS_interactive": "requests.in.interactive.ada.ada",
-}
-"""Something to publish to each stream."""
+
+def something_for(name: str) -> str:
+    """A subject that a stream stores. Its last one: those of the broker's own advisories come before ours."""
+    pattern: str = DECLARED.stream(name)["subjects"][-1]
+    return pattern.replace("*", "x").replace(">", "x")
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -47,13 +43,12 @@ def test_no_consumer_keeps_its_state_in_memory_or_waits_longer_with_every_delive
 
 
 async def test_what_every_stream_holds_is_there_after_its_broker_was_killed(broker: NatsServer) -> None:
-    assert sorted(SUBJECTS) == sorted(STREAMS)
     async with await Bus.connect(broker.url, "test") as bus:
         await streams.apply(bus, DECLARED)
-        for subject in SUBJECTS.values():
-            await bus.store(subject, b"kept", msg_id=fresh(), timeout_s=2.0)
-        broker.restart()
-        await bus.wait_connected(10.0)
+        for name in STREAMS:
+            await bus.store(something_for(name), b"kept", msg_id=fresh(), timeout_s=2.0)
+    broker.restart()
+    async with await Bus.connect(broker.url, "test") as bus:
         held = {name: (await api(bus, f"STREAM.INFO.{name}"))["state"]["messages"] for name in STREAMS}
         assert held == dict.fromkeys(STREAMS, 1)
         assert await streams.diff(bus, DECLARED) == [], "consumers and all"

@@ -1,4 +1,4 @@
-"""An inbox that ends while messages are on their way to it: the broker has handed them out, so dropped they would wait a lease."""
+"""An inbox that ends while messages are on their way to it. The broker has handed them out: dropped, each waits for its lease."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

@@ -127,7 +127,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterat
     config, log = folder / "headrace.toml", folder / "up.log"
     ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
     config.write_text(
-        f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}[up]\nstate_dir = '{folder}'\n"
+        f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}[up]\nprefill = 2\nstate_dir = '{folder}'\n"
     )
     with log.open("w") as out:
         process = subprocess.Popen(

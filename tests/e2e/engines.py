@@ -3,6 +3,7 @@
     python -m tests.e2e.engines reference MODEL CONFIG   one plain vLLM engine, without LMCache
     python -m tests.e2e.engines split MODEL CONFIG       a prefill and a decode engine over a running LMCache server
     python -m tests.e2e.engines storm MODEL CONFIG CLASS aborts on a prefill engine while it loads, under a connector class
+    python -m tests.e2e.engines warmth MODEL CONFIG      a prefill engine with a small cache, and what its events say of it
 
 Each prints one JSON document to stdout, and nothing else. CONFIG is a TOML file.
 """
@@ -25,6 +26,7 @@ from pipeline import config as configuration
 from pipeline.config import Config
 from pipeline.errors import EngineFailed
 from tests.e2e.prompts import PROMPTS, REPLY_TOKENS, SPLIT_PROMPTS
+from tests.e2e.warmth import warmth
 from workers.engines import launch
 from workers.engines.port import EngineInfo, EngineUsage, Prefilled
 from workers.engines.vllm import VllmEngine, _Usage
@@ -325,6 +327,7 @@ def main(arguments: list[str]) -> None:
         "reference": reference,
         "split": split,
         "storm": storm,
+        "warmth": warmth,
     }
     result = asyncio.run(commands[what](model, configuration.load(Path(path), {}), *rest))
     out.write(msgspec.json.encode(result) + b"\n")

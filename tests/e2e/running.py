@@ -51,6 +51,11 @@ class Running(msgspec.Struct):
             assert time.monotonic() < deadline, f"{process} still says {name} {value:g} after {within_s} s"
             time.sleep(0.05)  # between two looks; nothing tells us
 
+    def owner(self, creator: str) -> str:
+        """The prefill worker that a creator's requests go to."""
+        with urllib.request.urlopen(f"{self.gateway}/v1/routes/{creator}", timeout=5) as answer:
+            return str(json.load(answer)["ways"][0]["workers"][0]["worker"])
+
     def kill(self, name: str) -> None:
         """SIGKILL to a process of the stack and to all that it has started."""
         os.killpg(self.pid(name), signal.SIGKILL)

@@ -53,10 +53,15 @@ async def produce(url: str, creator: str, bodies: list[dict[str, Any]]) -> list[
         await connection.close()
 
 
+def generated_by_prefill(running: Running) -> float:
+    """Tokens that the prefill workers have made and thrown away."""
+    return sum(running.metric(f"prefill-{n}", "headrace_prefill_generated_tokens_total") for n in (1, 2))
+
+
 async def test_the_pipeline_replies_as_one_engine_does_and_prefill_and_decode_are_split(
     running: Running, reference_replies: list[Reply]
 ) -> None:
-    prefilled = running.metric("prefill-1", "headrace_prefill_generated_tokens_total")
+    prefilled = generated_by_prefill(running)
     loaded = running.metric("decode-1", "headrace_decode_loaded_tokens_total")
     ends = await produce(running.nats, "comparison", [prompt.chat for prompt in PROMPTS])
     assert [(end["ids"], end["text"]) for end in ends] == [(list(one.token_ids), one.text) for one in reference_replies]
@@ -64,8 +69,9 @@ async def test_the_pipeline_replies_as_one_engine_does_and_prefill_and_decode_ar
     assert [usage["prompt_tokens"] for usage in usages] == [prompt.tokens for prompt in PROMPTS]
     assert [usage["decode_cached_tokens"] for usage in usages] == [loadable(prompt.tokens) for prompt in PROMPTS]
     assert {usage["prefill_generated_tokens"] for usage in usages} == {1}
-    assert {(usage["prefill"], usage["decode"]) for usage in usages} == {("prefill-1", "decode-1")}
-    made = running.metric("prefill-1", "headrace_prefill_generated_tokens_total") - prefilled
+    assert {usage["prefill"] for usage in usages} <= {"prefill-1", "prefill-2"}
+    assert {usage["decode"] for usage in usages} == {"decode-1"}
+    made = generated_by_prefill(running) - prefilled
     assert made == len(PROMPTS), "prefill makes one token a request, and throws it away"
     assert running.metric("decode-1", "headrace_decode_loaded_tokens_total") - loaded == sum(
         loadable(prompt.tokens) for prompt in PROMPTS

@@ -54,16 +54,17 @@ def test_a_reply_outlives_its_decode_worker(running: Running, client: openai.Ope
 def test_a_request_outlives_its_prefill_worker(running: Running, client: openai.OpenAI) -> None:
     content = STORY * 80  # about 1,500 tokens: seconds of prefill
     whole = text(stream(client, content, 24, "undisturbed"))
-    victim = running.pid("prefill-1")
+    owner = running.owner("killed-prefill")
+    victim = running.pid(owner)
     chunks = stream_later(client, content)
-    running.kill("prefill-1")
+    running.kill(owner)
     assert text(chunks()) == whole
-    running.await_another("prefill-1", than=victim)
+    running.await_another(owner, than=victim)
 
 
 def test_a_reply_outlives_lmcache_and_the_workers_that_go_with_it(running: Running, client: openai.OpenAI) -> None:
     whole = text(stream(client, STORY, 60, "undisturbed"))
-    victims = {name: running.pid(name) for name in ("prefill-1", "decode-1")}
+    victims = {name: running.pid(name) for name in ("prefill-1", "prefill-2", "decode-1")}
     chunks = stream(client, STORY, 60, "killed-lmcache")
     begun = "".join(next(chunks).choices[0].delta.content or "" for _ in range(4))
     running.kill("lmcache")

@@ -231,3 +231,10 @@ async def answered(served: Stack, headers: Any = None, **fields: Any) -> Job:
     assert response.status_code == 200, response.text
     (job,) = jobs
     return job
+
+
+async def test_a_tenant_is_named_by_a_header_and_never_by_the_body(served: Stack) -> None:
+    job = await answered(served, headers={"x-tenant-id": "acme"}, tenant="another")
+    assert job.tree["tenant"] == "acme"
+    job = await answered(served, tenant="another")
+    assert "tenant" not in job.tree

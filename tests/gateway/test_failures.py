@@ -280,3 +280,19 @@ async def test_no_worker_of_a_kind_is_a_503_that_names_it(broker: NatsServer) ->
         assert response.json()["error"]["code"] == "no_workers"
         assert response.json()["error"]["message"] == "No prefill and no decode worker is ready."
         assert response.headers["retry-after"] == "2"
+
+
+async def test_an_id_that_is_not_fresh_is_a_409_that_no_retry_mends(
+    served: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Same:
+        hex = "0123456789abcdef0123456789abcdef"
+
+    monkeypatch.setattr(chat, "uuid4", Same)
+    served.double.script = saying("mine")
+    assert (await served.ask()).status_code == 200
+    refused = await served.ask()
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "duplicate_id"
+    assert refused.headers["x-should-retry"] == "false"
+    assert served.double.seen == 1

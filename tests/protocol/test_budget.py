@@ -40,7 +40,16 @@ def test_blocks_cover_prompt_and_reply_and_the_step_in_flight() -> None:
 
 
 def test_a_salt_is_hex_and_tells_creators_and_engines_apart() -> None:
-    salts = {cache_salt(creator, "creator", print_) for creator in "ab" for print_ in ("x", "y")}
+    salts = {cache_salt(creator, "", "creator", print_) for creator in "ab" for print_ in ("x", "y")}
     assert len(salts) == 4
     assert all(set(salt) <= set("0123456789abcdef") for salt in salts)
-    assert cache_salt("a", "none", "x") == cache_salt("b", "none", "x")
+
+
+@pytest.mark.parametrize(
+    ("scope", "creators", "tenants"), [("creator", False, False), ("tenant", True, False), ("none", True, True)]
+)
+def test_who_shares_a_salt_is_the_scope(scope: str, creators: bool, tenants: bool) -> None:
+    ours = cache_salt("ada", "acme", scope, "x")
+    assert (cache_salt("bob", "acme", scope, "x") == ours) is creators
+    assert (cache_salt("ada", "other", scope, "x") == ours) is tenants
+    assert cache_salt("ada", "acme", scope, "y") != ours

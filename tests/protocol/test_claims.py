@@ -1,5 +1,6 @@
 """Claims: the receiver's five rules, one by one and under any order of claims; and the holder's lease."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +36,18 @@ def test_a_new_delivery_supersedes_and_the_old_claim_is_fenced_for_ever() -> Non
     assert superseded is not None
     assert superseded.holder == "holder.a"
     assert arbiter.superseded("b") is None
+
+
+def test_a_delivery_that_counts_less_than_the_last_one_supersedes_it_all_the_same() -> None:
+    """A broker that was killed may have forgotten deliveries, so their number orders nothing."""
+    arbiter = Arbiter()
+    first, second = (
+        msgspec.structs.replace(claim(name), ack=f"$JS.ACK.REQUESTS_batch.s0.{delivered}.1.{delivered}.1.0")
+        for name, delivered in (("a", 4), ("b", 2))
+    )
+    arbiter.claim(first, [])
+    assert isinstance(arbiter.claim(second, []), Go)
+    assert arbiter.claim(first, []) == Fenced()
 
 
 def test_a_takeover_needs_the_claim_that_it_follows_to_be_the_last() -> None:

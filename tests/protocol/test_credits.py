@@ -356,8 +356,10 @@ def test_a_refused_handoff_whose_grant_is_lost_already_changes_nothing() -> None
     search, live = asking(), [peer("a")]
     [first] = search.tick(0.0, live, (0, 0))
     search.verdict(verdict(first, "granted"))
+    grant = search.grant
+    assert grant is not None
     search.verdict(verdict(first, "waiting"))
-    search.lost()
+    search.lost(grant)
     assert search.grant is None
     [again] = search.tick(REPEAT_PERIOD_S, live, (0, 0))
     assert again.message == first.message, "the ask still waits, and is repeated"
@@ -367,9 +369,9 @@ def test_a_refused_handoff_loses_the_grant_and_the_search_goes_on_under_a_new_id
     search, live = asking(), [peer("a")]
     [first] = search.tick(0.0, live, (0, 0))
     search.verdict(verdict(first, "granted"))
-    search.lost()
+    assert search.grant is not None
+    search.lost(search.grant)
     [second] = search.tick(0.0, live, (0, 0))
-    assert search.grant is None
     assert first.message.ask != second.message.ask
 
 
@@ -377,13 +379,31 @@ def test_after_a_handoff_into_silence_another_worker_is_asked_first() -> None:
     search, live = asking(), [peer("a"), peer("b")]
     [first] = search.tick(0.0, live, (0, 0))
     search.verdict(verdict(first, "granted"))
-    search.lost(silent=True)
+    assert search.grant is not None
+    search.lost(search.grant, silent=True)
     [second] = search.tick(0.0, live, (0, 0))
     assert (first.decode, second.decode) == ("a", "b")
     search.verdict(verdict(second, "granted"))
-    search.lost(silent=True)
-    [third] = search.tick(0.0, live[:1], (0, 0))
+    assert search.grant is not None
+    search.lost(search.grant, silent=True)
+    assert search.tick(0.0, live, (0, 0)) == [], "not at once"
+    [third] = search.tick(SECOND_ASK_AFTER_S, live[:1], (0, 0))
     assert third.decode == "a", "there is nobody else"
+
+
+def test_where_nobody_listens_another_worker_is_asked_without_waiting() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    assert isinstance(first.message, Ask)
+    search.unheard(first.message.ask)
+    [second] = search.tick(0.0, live, (0, 0))
+    assert (first.decode, second.decode) == ("a", "b")
+    search.verdict(verdict(second, "granted"))
+    assert isinstance(second.message, Ask)
+    search.unheard(second.message.ask)
+    assert search.grant is None, "its keeper is dead"
+    search.unheard(second.message.ask)
+    assert search.tick(0.0, live, (0, 0)) == []
 
 
 def test_when_the_request_ends_everything_is_given_back_but_what_was_handed_off() -> None:
@@ -394,8 +414,22 @@ def test_when_the_request_ends_everything_is_given_back_but_what_was_handed_off(
     search = asking()
     [first] = search.tick(0.0, live, (0, 0))
     search.verdict(verdict(first, "granted"))
-    search.handed_off()
+    assert search.grant is not None
+    assert search.handed_off(search.grant) == []
     assert search.stop() == []
+
+
+def test_what_was_asked_for_while_a_handoff_was_unanswered_is_given_back_when_it_is_taken_after_all() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    offered = search.grant
+    assert offered is not None
+    assert isinstance(first.message, Ask)
+    search.unheard(first.message.ask)
+    [second] = search.tick(0.0, live, (0, 0))
+    assert isinstance(second.message, Ask)
+    assert search.handed_off(offered) == [Send("b", Return(ask=second.message.ask))]
 
 
 def test_a_request_that_has_ended_asks_for_nothing_any_more_and_gives_back_what_it_is_granted_late() -> None:

@@ -113,6 +113,7 @@ def test_every_subject_that_we_build_is_in_the_grammar() -> None:
     built = {
         subjects.request_in("interactive", "a", "b"): "requests.in.interactive.a.b",
         subjects.credit("d-1"): "credit.d-1",
+        subjects.prefill("p-1"): "prefill.p-1",
         subjects.handoff("d-1"): "handoff.d-1",
         subjects.holder("p-1"): "holder.p-1",
         subjects.cancel("x.y"): "control.cancel.x=2Ey",

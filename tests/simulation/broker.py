@@ -92,6 +92,12 @@ class Watch:
     def leased(self, link: Link, stream: str, sequence: int, word: bytes) -> None:
         """Somebody says something about a delivered message; the consumer has not heard it yet."""
 
+    def stored(self, stream: str, stored: Stored) -> None:
+        """A stream has a new message."""
+
+    def deleted(self, link: Link, stream: str, stored: Stored) -> None:
+        """Somebody takes a message out of its stream; it is still there."""
+
 
 CLEAR: Final = Weather()
 
@@ -216,11 +222,15 @@ class SimBroker:
             self.answer(what.reply, encode({"error": refused.body, "stream": stream, "seq": 0}))
             return
         self.answer(what.reply, encode({"stream": stream, "seq": sequence, "duplicate": duplicate}))
-        if not duplicate and (consumer := self.js.consumer_of(kept.messages[sequence], kept)) is not None:
+        if duplicate:
+            return
+        self.watch.stored(stream, kept.messages[sequence])
+        self.js.age(kept)
+        if (consumer := self.js.consumer_of(kept.messages[sequence], kept)) is not None:
             consumer.stored(sequence)
 
     def _said(self, link: Link, what: Publish) -> None:
-        _, _, stream, name, _, sequence, *_ = what.subject.split(".")
+        _, _, stream, name, _, sequence, delivery, *_ = what.subject.split(".")
         consumer = self.js.consumers.get(stream, {}).get(name)
         if consumer is None:
             self.no_responders(what)
@@ -228,7 +238,7 @@ class SimBroker:
         number = int(sequence)
         self.watch.leased(link, stream, number, what.data)
         before = consumer.stream.messages.get(number)
-        consumer.said(number, what.data)
+        consumer.said(number, int(delivery), what.data)
         if before is not None and number not in consumer.stream.messages:
             self._acked.append((self.loop.now_s, consumer, before))
         self.answer(what.reply, b"")

@@ -2,40 +2,38 @@
 
 every step   a ledger's blocks are conserved, no grant is spent twice
              a claim that begins a delivery is never fenced; only the one that was last told `go` adds tokens to a reply
-             a message is acked only when its receiver has its end, or is gone
+             a message is acked only when its receiver has its end, or is gone (or its end is sent, if it is only a subscription)
              a NAK takes nothing away from a worker that lives and works on it
              nothing fails inside a process: no handler, no background task, no effect
-each end     a whole reply is the undisturbed one, token for token; what an error or a leaving cut off is a part of it
-             an error has a cause that was drawn
-at rest      no message, slot, pull, block, lease, job, engine sequence or open reply is left
+             a message is deleted only when its receiver has had its end, or is gone
+each end     what `ends.py` says
+at rest      no message, slot, pull, block, lease, job, engine sequence, open reply or keeper's item is left
+             the dead letters and the kept replies are as `ends.py` says
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import msgspec
-
 from gateway.app import Gateway
 from pipeline.bus.client import Message
-from pipeline.errors import ErrorBody
 from pipeline.limits import ACCUSE_SILENT_S, PRESENCE_PERIOD_S, TOMBSTONES_MAX
 from pipeline.protocol.credits import Consumption, Ledger
-from pipeline.protocol.messages import Answer, Claim, Done, Fenced, Go, answer_decoder, claim_decoder, frames_decoder
+from pipeline.protocol.messages import Answer, Claim, Fenced, Go, Tokens, answer_decoder, claim_decoder, frames_decoder
 from pipeline.protocol.subjects import parse_ack
 from tests.simulation.broker import SimBroker, Watch
-from tests.simulation.clients import Client, undisturbed
+from tests.simulation.clients import Client, HttpClient
+from tests.simulation.ends import Ends
 from tests.simulation.fleet import Fleet, Running
+from tests.simulation.frames import frames_of, id_of
 from tests.simulation.jetstream import ACK
 from tests.simulation.loop import PROCESS, Process
-from tests.simulation.plan import TIMEOUT_S, Plan
+from tests.simulation.plan import Plan
+from tests.simulation.producers import Keeping, Subscriber
 from tests.simulation.story import Story
+from tests.simulation.streams import Stored
 from tests.simulation.wire import Link, Publish
 from workers.leases import LeaseKeeper, Leases
-
-REFUSALS: Final = {"model": "model_not_found", "max_tokens": "context_length_exceeded", "temperature": "invalid_value"}
-"""What a malformed field is answered with."""
-
 
 DELIVERIES_MAX: Final = 30
 """Of one message. Backlog costs no deliveries, and neither does a worker that can do nothing with them."""
@@ -49,18 +47,18 @@ class Checks(Watch):
 
     def __init__(self, plan: Plan, broker: SimBroker, story: Story, clients: Mapping[str, Client]) -> None:
         self.broken: list[str] = []
-        self.caused: Counter[str] = Counter()
         self.away: set[Running] = set()
         """Gateways that were silent for so long that workers may take them for gone."""
         self.fleet: Fleet
-        self._plan, self._broker, self._story, self._clients = plan, broker, story, clients
+        self.ends = Ends(plan, self.away, lambda request: self.fleet.samplings.get(request, []))
+        self._broker, self._story, self._clients = broker, story, clients
+        self._inboxes: dict[str, Subscriber] = {}
         self._spent: set[tuple[str, str]] = set()
         self._claims: dict[str, Claim] = {}
         self._current: dict[str, Claim] = {}
         self._seen: set[str] = set()
         self._newest: dict[tuple[str, int], tuple[str, Process]] = {}
         self._deliveries: Counter[tuple[str, int]] = Counter()
-        self._failed = 0
         self._ill_until_s: dict[Process | None, float] = {}
 
     def ill(self, process: Process | None, for_s: float = 0.0) -> None:
@@ -85,6 +83,10 @@ class Checks(Watch):
     def crashed(self, running: Running, error: BaseException) -> None:
         """A process has ended by itself."""
         self.wrong(f"{running} ended by itself: {error!r}")
+
+    def poisoned(self, running: Running) -> None:
+        """A process has died of what it read."""
+        self._story.tell(str(running), "☠", "dies", "", "of poison")
 
     def logged(self, event: Mapping[str, Any]) -> None:
         """A process has logged an error."""
@@ -113,6 +115,31 @@ class Checks(Watch):
     def missed(self, how: str, message: Message) -> None:
         """The weather has got at a message."""
         self._story.missed(how, message)
+        if (client := self._inboxes.get(message.subject)) is not None:
+            client.shaken.add(how)
+
+    def listens(self, inbox: str, client: Subscriber) -> None:
+        """A producer waits there for its reply, and for nothing else."""
+        self._inboxes[inbox] = client
+
+    def arrived(self, link: Link, what: Publish) -> None:
+        """The broker has taken a message."""
+        client = self._inboxes.get(what.subject)
+        if client is not None and not all(isinstance(frame, Tokens) for frame in frames_of(what.data)):
+            client.said(self._broker.loop)
+
+    def stored(self, stream: str, stored: Stored) -> None:
+        """A stream has a new message."""
+        self._story.stored(stream, stored)
+        client = self._clients.get(stored.subject.rpartition(".")[2]) if stream == "REPLIES" else None
+        if isinstance(client, Keeping):
+            client.kept(stored.data)
+
+    def deleted(self, link: Link, stream: str, stored: Stored) -> None:
+        """Somebody takes a message out of its stream."""
+        if stream.startswith("REQUESTS"):
+            self._story.tell(link.process.name, "→", "delete", id_of(stored.data), f"#{stored.sequence} of {stream}")
+            self._taken(link, stored, "deleted")
 
     def delivered(self, link: Link, message: Message) -> None:
         """A stream has handed out a message."""
@@ -129,16 +156,19 @@ class Checks(Watch):
         stored = self._broker.js.streams[stream].messages.get(sequence)
         if stored is None or word[:4] not in (b"+ACK", b"+TER"):
             return
-        client = self._clients.get(str(msgspec.msgpack.decode(stored.data).get("id")))
-        if client is not None and not client.over and client.gateway not in self.away:
-            self.wrong(f"{link.process.name} acked {client.order.id}, whose client still waits")
+        self._taken(link, stored, "acked")
+
+    def _taken(self, link: Link, stored: Stored, how: str) -> None:
+        client = self._clients.get(id_of(stored.data))
+        if client is not None and not client.may_be_acked and client.at not in self.away:
+            self.wrong(f"{link.process.name} {how} {client.order.id}, whose client still waits")
 
     def _naked(self, process: Process, ack: str) -> None:
         """Whoever holds the last claim loses it by this, where it is another's."""
         read = parse_ack(ack)
         stored = self._broker.js.streams[read.stream].messages.get(read.sequence)
-        current = self._current.get(_id_of(stored.data)) if stored is not None else None
-        newest, taker = self._newest[read.stream, read.sequence]
+        current = self._current.get(id_of(stored.data)) if stored is not None else None
+        newest, taker = self._newest.get((read.stream, read.sequence), ("", process))
         if current is None or current.ack != newest or taker is process:
             return
         holder = self.fleet.named(current.holder.partition(".")[2])
@@ -189,22 +219,28 @@ class Checks(Watch):
 
         def framed(message: Message) -> None:
             frames = frames_decoder.decode(message.data)
-            relays = {frame.request: opened[frame.request].relay for frame in frames}
+            clients = ((frame.request, opened[frame.request]) for frame in frames)
+            relays = {request: client.relay for request, client in clients if isinstance(client, HttpClient)}
             before = {request: len(relay.receiver.ids) for request, relay in relays.items() if relay is not None}
             on_frames(message)
             for request, length in before.items():
                 relay = relays[request]
                 if relay is not None and len(relay.receiver.ids) > length:
-                    self._grown(request, {frame.claim for frame in frames if frame.request == request})
+                    self.grown(request, {frame.claim for frame in frames if frame.request == request})
 
         def claimed(message: Message) -> None:
-            self._claims[message.reply] = claim_decoder.decode(message.data)
+            self.claimed(message.reply, claim_decoder.decode(message.data))
             on_claim(message)
             self._claims.pop(message.reply, None)
 
         replies.on_frames, replies.on_claim = framed, claimed  # type: ignore[method-assign]
 
-    def _grown(self, request: str, by: set[str]) -> None:
+    def claimed(self, answer_at: str, claim: Claim) -> None:
+        """A receiver has got a claim, and will answer it there."""
+        self._claims[answer_at] = claim
+
+    def grown(self, request: str, by: set[str]) -> None:
+        """A receiver has taken tokens that came under these claims."""
         current = self._current.get(request)
         if current is None or current.claim not in by:
             has = current.claim if current else "nobody"
@@ -214,43 +250,8 @@ class Checks(Watch):
 
     def ended(self, client: Client) -> None:
         """A client's request is over: is what it got right?"""
-        order, ids = client.order, client.relay.receiver.ids if client.relay else []
-        if order.bad:
-            if isinstance(client.end, Done):
-                self.wrong(f"{order.id} has a bad {order.bad}, and got a reply")
-        else:
-            self._same(client, *undisturbed(order, self._plan.config.simulated.seed))
-        if isinstance(client.end, ErrorBody) and (why := self._unjust(client, client.end)):
-            self.wrong(
-                f"{order.id} ended with {client.end.code} after {len(ids)} tokens, and {why}: {client.end.message}"
-            )
-
-    def _same(self, client: Client, want_ids: list[int], want_text: str) -> None:
-        assert client.relay is not None
-        order, ids = client.order, client.relay.receiver.ids
-        whole = isinstance(client.end, Done)
-        if ids != want_ids[: len(ids)] or not want_text.startswith(client.text):
-            self.wrong(f"{order.id} got other tokens than the undisturbed reply: {ids} for {want_ids}")
-        elif whole and (len(ids) != len(want_ids) or client.text != want_text):
-            self.wrong(
-                f"{order.id} is called whole, with {client.text!r} of {want_text!r}, {len(ids)} of {len(want_ids)} tokens"
-            )
-
-    def _unjust(self, client: Client, error: ErrorBody) -> str:
-        """Why this error has no cause that was drawn; empty where it has one."""
-        order = client.order
-        match error.code:
-            case "deadline":
-                return "" if order.timeout_s < TIMEOUT_S else "it had time enough"
-            case "broker_unavailable":
-                return "" if order.timeout_s < 2.0 else "the broker was never away so long"
-            case "engine_failed":
-                self._failed += 1
-                return "" if self._failed <= self.caused["engine_fails"] else "no engine was told to fail"
-            case "reply_lost":
-                return "" if client.gateway in self.away else "its gateway was not away"
-            case _:
-                return "" if error.code == REFUSALS.get(order.bad or "") else "nothing was drawn that leads to it"
+        for what in self.ends.ended(client):
+            self.wrong(what)
 
     # ---- bounds, now and then
 
@@ -272,12 +273,17 @@ class Checks(Watch):
 
     # ---- at rest
 
+    def kept(self) -> None:
+        """Nothing happens any more: is what the streams keep right?"""
+        for what in self.ends.kept(self._broker.js, self._clients.values()):
+            self.wrong(what)
+
     def unrest(self) -> list[str]:
         """What is still there that should not be, once nobody waits for anything."""
         found = []
         for name, stream in self._broker.js.streams.items():
             if name.startswith("REQUESTS") and stream.messages:
-                found.append(f"{name} holds {[_id_of(stored.data) for stored in stream.messages.values()]}")
+                found.append(f"{name} holds {[id_of(stored.data) for stored in stream.messages.values()]}")
         found += [
             f"{consumer.stream.name}/{consumer.name} has {len(consumer.pending)} unacked"
             for consumer in self._broker.js.each_consumer()
@@ -310,6 +316,8 @@ class Checks(Watch):
             }
         if running.gateway is not None:
             left["open replies"] = len(running.gateway.replies)
+        if running.keeper is not None:
+            left["items in work"] = running.keeper._busy
         return [f"{count} {what}" for what, count in left.items() if count]
 
     def _pulls_astray(self, running: Running) -> int:
@@ -331,7 +339,3 @@ class Checks(Watch):
 def _leases(keeper: Leases) -> int:
     assert isinstance(keeper, LeaseKeeper), "leases are kept on the loop here"
     return len(keeper._held)
-
-
-def _id_of(data: bytes) -> str:
-    return str(msgspec.msgpack.decode(data).get("id"))

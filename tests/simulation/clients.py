@@ -1,52 +1,106 @@
 """Requests and what became of them: the part that an HTTP client and the gateway's endpoint play.
 
 A request is opened, published and relayed as `gateway.chat` does it, to a client that reads everything at once, and may leave.
+Those who publish for themselves are in `producers.py`.
 """
 
 import asyncio
-from array import array
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
-from gateway.intake import Terms
+import msgspec
+
 from gateway.replies import Reply as Relay
 from pipeline import outside
+from pipeline.bus.connection import Bus
 from pipeline.errors import ErrorBody, ReplyError
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import Done, encode
+from tests.simulation.engine import Drawn, drawn
 from tests.simulation.fleet import Running
 from tests.simulation.plan import Order
-from workers.engines.simulated.reply import Reply, sampling_of
+from workers.engines.simulated.reply import sampling_of
 from workers.engines.simulated.words import prompt_of
 
-PUBLISH_TIMEOUT_S = 5.0
+PUBLISH_TIMEOUT_S: Final = 5.0
+
+Told = Callable[[str, str], None]
+"""Hears how a request ends: a verb and a detail."""
 
 
-class Client:
-    """One client and its request. `end` is what it got; `cut` where its gateway died under it."""
+class Client(ABC):
+    """Who waits for one request. `end` is what it got; `cut` where its process died under it."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.relay: Relay | None = None
         self.text = ""
         self.end: Done | ErrorBody | None = None
         self.cut = False
         self.left = False
         self.task: asyncio.Task[None] | None = None
-        self.gateway: Running | None = None
+        self.at: Running | None = None
+
+    @property
+    @abstractmethod
+    def ids(self) -> list[int]:
+        """The tokens that it has."""
 
     @property
     def over(self) -> bool:
         """Nobody waits for this reply any more."""
-        if self.cut or self.left or self.end is not None:
-            return True
-        return self.relay is not None and (self.relay.end is not None or self.relay.left)
+        return self.cut or self.left or self.end is not None
 
-    async def ask(self, at: Running, told: Callable[[str, str], None]) -> None:
-        """Send it through a gateway, and read the reply. `told` hears how it ends."""
+    @property
+    def may_be_acked(self) -> bool:
+        """Whether the message of this request has done its work."""
+        return self.over
+
+    @abstractmethod
+    async def ask(self, at: Running, told: Told) -> None:
+        """Send it from a process, and read the reply."""
+
+    def leave(self) -> None:  # noqa: B027  only who asks over HTTP can
+        """It does not wait any more."""
+
+    def say_end(self, told: Told) -> None:
+        """Tell how it ended."""
+        if isinstance(self.end, Done):
+            told("whole", f"{len(self.ids)} tokens")
+        elif self.end is not None:
+            told("failed", f"{self.end.code}: {self.end.message}")
+
+    async def store(self, bus: Bus, addresses: dict[str, Any]) -> None:
+        """Publish the request. Raises `ReplyError`."""
+        order, token = self.order, subjects.token(self.order.creator)
+        write = encode if order.encoding == "msgpack" else msgspec.json.encode
+        await bus.store(
+            subjects.request_in(order.klass, token, token),
+            write({**body(order), **addresses}),
+            msg_id=order.id,
+            timeout_s=min(PUBLISH_TIMEOUT_S, order.timeout_s / 2),
+        )
+
+
+class HttpClient(Client):
+    """One client of a gateway."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__(order)
+        self.relay: Relay | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.relay.receiver.ids if self.relay is not None else []
+
+    @property
+    def over(self) -> bool:
+        return super().over or (self.relay is not None and (self.relay.end is not None or self.relay.left))
+
+    async def ask(self, at: Running, told: Told) -> None:
         gateway, order = at.gateway, self.order
         assert gateway is not None
-        self.gateway = at
+        self.at = at
         relay = self.relay = gateway.replies.open(order.id, outside.monotonic_s(), order.timeout_s)
         try:
             await self._publish(at, relay)
@@ -61,10 +115,7 @@ class Client:
             told("left", f"after {len(relay.receiver.ids)} tokens")
             return
         self.end = relay.end
-        if isinstance(self.end, Done):
-            told("whole", f"{len(relay.receiver.ids)} tokens")
-        else:
-            told("failed", f"{self.end.code}: {self.end.message}")
+        self.say_end(told)
 
     def leave(self) -> None:
         """The client closes its connection."""
@@ -73,31 +124,25 @@ class Client:
 
     async def _publish(self, at: Running, relay: Relay) -> None:
         assert at.gateway is not None
-        order, token = self.order, subjects.token(self.order.creator)
+        terms = at.gateway.terms
+        addresses = {"reply_to": terms.reply_to, "claim_at": terms.claim_at, "receiver": terms.receiver}
         try:
-            await at.gateway.bus.store(
-                subjects.request_in(order.klass, token, token),
-                encode(body(order, at.gateway.terms)),
-                msg_id=order.id,
-                timeout_s=min(PUBLISH_TIMEOUT_S, order.timeout_s / 2),
-            )
+            await self.store(at.gateway.bus, addresses)
             at.gateway.replies.confirm(relay)
         except ReplyError as error:
             relay.finish(error.body())
 
 
-def body(order: Order, terms: Terms) -> dict[str, Any]:
-    """The request as it lies in the stream."""
+def body(order: Order) -> dict[str, Any]:
+    """The request as it lies in the stream, but for where its reply goes."""
     tree: dict[str, Any] = {
         "type": "chat",
         "v": 1,
         "id": order.id,
         "messages": messages(order),
         "max_tokens": order.max_tokens,
-        "reply_to": terms.reply_to,
-        "claim_at": terms.claim_at,
-        "receiver": terms.receiver,
         "timeout_ms": max(1, round(order.timeout_s * 1000)),
+        **order.sampling,
     }
     bad = {"model": "gpt-5", "max_tokens": 100_000, "temperature": -1}
     return {**tree, order.bad: bad[order.bad]} if order.bad else tree
@@ -109,13 +154,6 @@ def messages(order: Order) -> list[dict[str, str]]:
     return [{"role": "system", "content": persona}, {"role": "user", "content": order.question}]
 
 
-def undisturbed(order: Order, seed: int) -> tuple[list[int], str]:
+def undisturbed(order: Order, seed: int) -> Drawn:
     """The reply that this request gets when nothing goes wrong."""
-    prompt = array("I", prompt_of({"messages": messages(order)}))
-    reply = Reply(seed, prompt.tobytes(), (), sampling_of({}), order.max_tokens)
-    ids, text, finish = [], "", None
-    while finish is None:
-        token_id, new, finish = reply.next()
-        ids.append(token_id)
-        text += new
-    return ids, text
+    return drawn(seed, prompt_of({"messages": messages(order)}), sampling_of(order.sampling), order.max_tokens)

@@ -69,12 +69,13 @@ class Consumer:
         self.config = config
         self.name: str = config["name"]
         self.stream = stream
-        self.filter: str = config["filter_subject"]
+        self.filter: str = config.get("filter_subject", ">")
         self.pending: dict[int, Pending] = {}
         self.todo: deque[int] = deque()
         self.again: deque[int] = deque()
         self.pulls: list[Pull] = []
         self._broker = broker
+        self._grouped = "priority_groups" in config
         self._ack_wait_s = config["ack_wait"] / 1e9
         self._waiting_max: int = config["max_waiting"]
         self._pending_max: int = config["max_ack_pending"]
@@ -86,7 +87,7 @@ class Consumer:
     def pull(self, link: "Link", reply: str, body: bytes) -> None:
         """A pull request."""
         ask = _read_ask(body)
-        if not ask.group:
+        if self._grouped and not ask.group:
             self._broker.status(reply, 400, "Priority Group missing")
             return
         self.pulls = [pull for pull in self.pulls if not pull.over and self._wanted(pull)]
@@ -185,10 +186,10 @@ class Consumer:
         self.again.append(sequence)
         self.serve()
 
-    def said(self, sequence: int, word: bytes) -> None:
-        """`+ACK`, `-NAK`, `+WPI` or `+TERM` of whoever says it."""
+    def said(self, sequence: int, delivery: int, word: bytes) -> None:
+        """`+ACK`, `-NAK`, `+WPI` or `+TERM` of whoever says it. What names no delivery (0) hits none."""
         pending = self.pending.get(sequence)
-        if pending is None:
+        if pending is None or not delivery:
             return
         if word in (b"", b"+ACK") or word.startswith(b"+TERM"):
             self.done(sequence)

@@ -138,7 +138,7 @@ async def _engine_fails(world: "World", fault: Fault) -> bool:
     count = 1 + int(3 * fault.share)
     _tell(world, running, "fails", f"its engine, {count} times")
     running.engine.fail_next("prefill" if running.role == "prefill" else "decode", count)
-    world.checks.caused["engine_fails"] += count
+    world.checks.ends.caused["engine_fails"] += count
     return True
 
 
@@ -173,6 +173,20 @@ async def _cache_lost(world: "World", fault: Fault) -> bool:
     return True
 
 
+async def _absence(world: "World", fault: Fault) -> bool:
+    """Every prefill worker goes, and comes back when all who were in a hurry have stopped waiting."""
+    everyone = [("prefill", number) for number in range(world.plan.prefill)]
+    for of in everyone:
+        world.fleet.kill(of)
+    world.checks.ends.deserted = True
+    _tell(world, "prefill", "absent", f"all of them, for {fault.for_s:.3f} s")
+    await asyncio.sleep(fault.for_s)
+    for of in everyone:
+        if world.fleet.alive(of) is None:
+            _tell(world, world.fleet.start(of), "starts")
+    return True
+
+
 KINDS: Final[Mapping[str, Callable[["World", Fault], Awaitable[bool]]]] = {
     "kill": _kill,
     "freeze": _freeze,
@@ -185,4 +199,5 @@ KINDS: Final[Mapping[str, Callable[["World", Fault], Awaitable[bool]]]] = {
     "engine_dies": _engine_dies,
     "engine_stalls": _engine_stalls,
     "cache_lost": _cache_lost,
+    "absence": _absence,
 }

@@ -17,15 +17,17 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
-from pipeline.limits import DRAIN_S
+from pipeline.limits import ACCUSER_PERIOD_S, DRAIN_S
+from pipeline.protocol.intake import Rules
 from pipeline.protocol.presence import Presences
 from tests.simulation.broker import SimBroker
+from tests.simulation.engine import Drawn, SimEngine
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.wire import BROKER, SimBus
 from workers.decode import DecodeWorker
-from workers.engines.simulated import SimulatedEngine
 from workers.engines.simulated.tier import LocalTier
 from workers.identity import new_identity
+from workers.keeper import Keeper
 from workers.prefill import PrefillWorker
 
 RESTART_S: Final = 0.3
@@ -43,10 +45,11 @@ class Running:
         self.task: asyncio.Task[None]
         self.scope = anyio.CancelScope()
         self.bus: Bus | None = None
-        self.engine: SimulatedEngine | None = None
+        self.engine: SimEngine | None = None
         self.prefill: PrefillWorker | None = None
         self.decode: DecodeWorker | None = None
         self.gateway: Gateway | None = None
+        self.keeper: Keeper | None = None
         self.ready = False
         self.draining = False
 
@@ -67,7 +70,7 @@ class Running:
 
 
 class Fleet:
-    """All processes, by role and number. `begun` and `crashed` are told of every life."""
+    """All processes, by role and number. `begun` and `crashed` are told of every life, `poisoned` of those that poison ends."""
 
     def __init__(
         self,
@@ -77,11 +80,13 @@ class Fleet:
         seed: int,
         begun: Callable[[Running], None],
         crashed: Callable[[Running, BaseException], None],
+        poisoned: Callable[[Running], None],
     ) -> None:
         self._loop, self._broker, self._config, self._seed = loop, broker, config, seed
-        self._begun, self._crashed = begun, crashed
+        self._begun, self._crashed, self._poisoned = begun, crashed, poisoned
         self._chance = random.Random(f"{seed}/fleet")
         self.tier = LocalTier(max(1, config.simulated.lmcache_blocks))
+        self.samplings: dict[str, list[Drawn]] = {}
         self.running: dict[tuple[str, int], Running] = {}
         self._processes: list[Process] = []
         self._ended = False
@@ -98,7 +103,7 @@ class Fleet:
         process.context.run(BROKER.set, self._broker)
         self._processes.append(process)
         running = self.running[of] = Running(process, role)
-        work = self._gateway if role == "gateway" else self._worker
+        work = {"gateway": self._gateway, "keeper": self._keeper, "producer": self._producer}.get(role, self._worker)
         running.task = self._loop.create_task(self._live(of, running, work), context=process.context)
         return running
 
@@ -148,11 +153,14 @@ class Fleet:
                 await asyncio.wait(tasks)
 
     async def _live(
-        self, of: tuple[str, int], running: Running, work: Callable[[Running], Coroutine[Any, Any, None]]
+        self,
+        of: tuple[str, int],
+        running: Running,
+        work: Callable[[tuple[str, int], Running], Coroutine[Any, Any, None]],
     ) -> None:
         """Where it loses the broker before it serves, its supervisor starts it anew. After that it may not end by itself."""
         try:
-            await work(running)
+            await work(of, running)
         except Exception as error:
             if running.process.dead:
                 return
@@ -166,9 +174,21 @@ class Fleet:
         if of not in self.running and not self._ended:
             self.start(of)
 
-    async def _worker(self, running: Running) -> None:
+    def _dies_of_poison(self, of: tuple[str, int], running: Running) -> None:
+        if self.running.get(of) is running and not self._ended:
+            self._poisoned(running)
+            self.kill(of)
+            self._broker.later(RESTART_S, self._again, of)
+
+    async def _worker(self, of: tuple[str, int], running: Running) -> None:
         name = running.process.name
-        engine = SimulatedEngine(self._config, "prefill" if running.role == "prefill" else "decode", self.tier)
+        engine = SimEngine(
+            self._config,
+            "prefill" if running.role == "prefill" else "decode",
+            self.tier,
+            self.samplings,
+            lambda: self._broker.later(0.0, self._dies_of_poison, of, running),
+        )
         await engine.start()
         running.engine = engine
         try:
@@ -191,13 +211,13 @@ class Fleet:
         finally:
             await engine.close()
 
-    async def _gateway(self, running: Running) -> None:
+    async def _gateway(self, _: tuple[str, int], running: Running) -> None:
         async with await SimBus.connect("sim", running.process.name) as bus:
             running.bus = bus
             gateway = running.gateway = Gateway(self._config, bus, self._gateway_id(running.process))
             self._begun(running)
             watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
-            announcer = Announcer(bus, gateway.presence)
+            announcer = Announcer(bus, gateway.presence, ACCUSER_PERIOD_S)
             await watcher.start()
             await gateway.listen()
             await announcer.start()
@@ -205,6 +225,27 @@ class Fleet:
                 running.ready = True
                 tasks.start_soon(gateway.vigil.run)
                 await anyio.sleep_forever()
+
+    async def _keeper(self, _: tuple[str, int], running: Running) -> None:
+        requests, presences = self._config.requests, Presences()
+        rules = Rules(reply_subjects=requests.reply_subjects, timeout_max_s=dict(requests.timeout_max_s))
+        async with await SimBus.connect("sim", running.process.name) as bus:
+            running.bus = bus
+            await Watcher(bus, presences, outside.monotonic_s).start()
+            running.keeper = Keeper(bus, rules, new_identity(running.process.name), presences)
+            self._begun(running)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(running.keeper.run)
+                await running.keeper.ready.wait()
+                running.ready = True
+
+    async def _producer(self, _: tuple[str, int], running: Running) -> None:
+        """A program with nothing but a connection: what it does with it is `producers.py`."""
+        async with await SimBus.connect("sim", running.process.name) as bus:
+            running.bus = bus
+            self._begun(running)
+            running.ready = True
+            await anyio.sleep_forever()
 
     def _gateway_id(self, process: Process) -> str:
         """In half of the worlds a gateway that is started anew keeps its name, as an operator may have it."""

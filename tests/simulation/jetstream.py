@@ -1,12 +1,14 @@
 """The JetStream API, by subject: a table of verbs, and a function for each."""
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from pipeline.protocol.subjects import matches
 from tests.simulation.consumers import Consumer
+from tests.simulation.loop import UNIX_S
 from tests.simulation.streams import Stored, Stream
 
 if TYPE_CHECKING:
@@ -18,7 +20,11 @@ ACK: Final = "$JS.ACK."
 
 _NO_STREAM: Final = {"code": 404, "err_code": 10059, "description": "stream not found"}
 _NO_CONSUMER: Final = {"code": 404, "err_code": 10014, "description": "consumer not found"}
+_NO_SEQUENCE: Final = {"code": 400, "err_code": 10043, "description": "sequence not found"}
 _NO_MESSAGE: Final = {"code": 404, "err_code": 10037, "description": "no message found"}
+
+_AGED_WITHIN_S: Final = 0.01
+"""A server looks for what is too old now and then, and not at the very moment."""
 
 encode: Final = msgspec.json.encode
 
@@ -31,6 +37,7 @@ class JetStream:
         self.consumers: dict[str, dict[str, Consumer]] = {}
         self._broker = broker
         self._by_token: dict[str, list[Stream]] = {}
+        self._aging: set[str] = set()
 
     def declare(self, config: Mapping[str, Any]) -> Stream:
         """Make a stream."""
@@ -59,6 +66,26 @@ class JetStream:
             if stored.subject.startswith(consumer.filter.rstrip(">")):
                 return consumer
         return None
+
+    def age(self, stream: Stream) -> None:
+        """See to it that what passes `max_age` vanishes, leased or not: one timer a stream, for its oldest message."""
+        oldest = next(iter(stream.messages.values()), None)
+        if not stream.age_s or oldest is None or stream.name in self._aging:
+            return
+        self._aging.add(stream.name)
+        left_s = oldest.at_s + stream.age_s - self.now_s
+        self._broker.later(max(0.0, left_s) + _AGED_WITHIN_S, self._aged, stream)
+
+    def _aged(self, stream: Stream) -> None:
+        self._aging.discard(stream.name)
+        for sequence in stream.expired(self.now_s):
+            self.drop(stream, sequence)
+        self.age(stream)
+
+    @property
+    def now_s(self) -> float:
+        """Unix seconds, by the broker's clock."""
+        return UNIX_S + self._broker.loop.now_s
 
     def call(self, link: "Link", asked: "Publish") -> None:
         """An API request."""
@@ -96,10 +123,10 @@ def _stream_info(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -
     if stream is None:
         return {"error": _NO_STREAM}
     body = msgspec.json.decode(asked.data) if asked.data else {}
-    state: dict[str, Any] = {"messages": len(stream.messages), "last_seq": stream.last}
+    state: dict[str, Any] = {"messages": len(stream.messages), "first_seq": stream.first, "last_seq": stream.last}
     if pattern := body.get("subjects_filter"):
         state["subjects"] = stream.counts(pattern)
-    return {"config": stream.config, "state": state}
+    return {"config": stream.config, "created": _spelled(0.0), "state": state, "ts": _spelled(js.now_s)}
 
 
 def _consumer_info(js: JetStream, _: "Link", __: "Publish", place: list[str]) -> dict[str, Any]:
@@ -119,18 +146,27 @@ def _message(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> di
     if stream is None:
         return {"error": _NO_STREAM}
     body = msgspec.json.decode(asked.data)
-    found = stream.last_of(body["last_by_subj"]) if "last_by_subj" in body else stream.messages.get(body["seq"])
+    if "last_by_subj" in body:
+        found = stream.last_of(body["last_by_subj"])
+    elif "next_by_subj" in body:
+        found = stream.next_from(body["seq"], body["next_by_subj"])
+    else:
+        found = stream.messages.get(body["seq"])
     if found is None:
         return {"error": _NO_MESSAGE}
-    return {"message": {"subject": found.subject, "seq": found.sequence, "data": found.data}}
+    said = {"subject": found.subject, "seq": found.sequence, "data": found.data, "time": _spelled(found.at_s)}
+    return {"message": {**said, "hdrs": _written(found.headers)} if found.headers else said}
 
 
-def _delete(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> dict[str, Any]:
+def _delete(js: JetStream, link: "Link", asked: "Publish", place: list[str]) -> dict[str, Any]:
     stream = js.streams.get(place[0])
     if stream is None:
         return {"error": _NO_STREAM}
-    if not js.drop(stream, msgspec.json.decode(asked.data)["seq"]):
-        return {"error": _NO_MESSAGE}
+    sequence = msgspec.json.decode(asked.data)["seq"]
+    if (stored := stream.messages.get(sequence)) is None:
+        return {"error": _NO_SEQUENCE}
+    js._broker.watch.deleted(link, stream.name, stored)
+    js.drop(stream, sequence)
     return {"success": True}
 
 
@@ -154,6 +190,17 @@ def _direct(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> Non
         return
     headers = {**(found.headers or {}), "Nats-Subject": found.subject, "Nats-Sequence": str(found.sequence)}
     js._broker.answer(asked.reply, found.data, headers)
+
+
+def _spelled(unix_s: float) -> str:
+    """A time as the server writes it. It counts nanoseconds; ours are whole microseconds, here as in ack subjects."""
+    seconds, micros = divmod(int(unix_s * 1e6), 1_000_000)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{micros:06d}000Z"
+
+
+def _written(headers: Mapping[str, str]) -> bytes:
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    return f"NATS/1.0\r\n{lines}\r\n".encode()
 
 
 Verb = Callable[[JetStream, "Link", "Publish", list[str]], dict[str, Any] | None]

@@ -1,11 +1,13 @@
 """What a seed draws before anything runs: the fleet, the load, the faults and when they strike."""
 
 import random
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 
 import msgspec
 
 from pipeline.config import Config, Engine, LMCache, Requests, Simulated
+from pipeline.protocol.messages import Encoding
 
 SHARDS: Final = 2
 LOAD_S: Final = 1.6
@@ -26,6 +28,7 @@ Kind = Literal[
     "engine_dies",
     "engine_stalls",
     "cache_lost",
+    "absence",
 ]
 
 KINDS: Final[tuple[tuple[Kind, int], ...]] = (
@@ -41,11 +44,36 @@ KINDS: Final[tuple[tuple[Kind, int], ...]] = (
     ("engine_stalls", 2),
     ("cache_lost", 1),
 )
-"""Faults and how often, in proportion."""
+"""Faults and how often, in proportion. An absence is the fate of a whole world (`_fate`)."""
+
+Way = Literal["subscription", "kept", "arbiter"]
+"""How a producer gets its reply: on a subscription alone, from the stream REPLIES, or with a claim subject of its own."""
+
+WAYS: Final[tuple[Way, ...]] = ("subscription", "subscription", "kept", "arbiter")
+
+PRODUCERS_SHARE: Final = 0.15
+
+SAMPLINGS: Final[tuple[Mapping[str, Any], ...]] = (
+    {"temperature": 0.8},
+    {"temperature": 0, "seed": 7},
+    {"temperature": 0.8, "seed": 7},
+    {"temperature": 0.8, "seed": 8, "top_p": 0.9},
+    {"temperature": 0.8, "presence_penalty": 0.5},
+    {"temperature": 0, "repetition_penalty": 1.2},
+)
+"""Of the first two a reply can be continued by another worker. Of the others it cannot: see `engine.is_stateful`."""
+
+SAMPLED_SHARE: Final = 0.4
+
+POISON: Final = "poison"
+"""A question that kills the worker that prefills it."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. `leaves_s` after it was sent its client is gone. `fault` names a malformed field."""
+    """One request. `leaves_s` after it was sent its client is gone. `bad` names a malformed field.
+
+    It comes through a gateway, or in the `way` of a producer. `sampling` are further fields of the chat.
+    """
 
     number: int
     id: str
@@ -58,6 +86,19 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     leaves_s: float | None = None
     bad: str | None = None
     gateway: int = 0
+    way: Way | None = None
+    encoding: Encoding = "msgpack"
+    sampling: Mapping[str, Any] = {}
+
+    @property
+    def poison(self) -> bool:
+        """Whether it kills workers."""
+        return self.question == POISON
+
+    @property
+    def through(self) -> tuple[str, int]:
+        """The process that asks."""
+        return ("gateway", self.gateway) if self.way is None else ("producer", 0)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     prefill: int
     decode: int
     gateways: int
+    keepers: int = 1
     config: Config
     orders: list[Order]
     faults: list[Fault]
@@ -90,7 +132,7 @@ def draw(seed: int) -> Plan:
     fleet = [("prefill", n) for n in range(prefill)] + [("decode", n) for n in range(decode)]
     fleet += [("gateway", n) for n in range(gateways)]
     count = chance.choice((0, 1, 1, 2, 2, 3, 4, 6))
-    return Plan(
+    plan = Plan(
         seed=seed,
         prefill=prefill,
         decode=decode,
@@ -99,6 +141,96 @@ def draw(seed: int) -> Plan:
         orders=[_order(number, gateways, chance) for number in range(chance.randint(20, 50))],
         faults=sorted((_fault(fleet, chance) for _ in range(count)), key=lambda fault: fault.at_s),
     )
+    # Dice of their own: what came before them is drawn as it always was.
+    others = random.Random(f"{seed}/producers")
+    return _fate(_peopled(plan, others), others)
+
+
+def _peopled(plan: Plan, chance: random.Random) -> Plan:
+    """Beside what is drawn above: producers, keepers, requests that sample, and what goes wrong with them."""
+    others = [("keeper", 0), ("producer", 0)]
+    kinds: dict[str, tuple[Kind, ...]] = {"keeper": ("kill", "freeze", "cut"), "producer": ("freeze", "cut", "stall")}
+    struck = [of for of in others if chance.random() < 0.2]
+    faults = [
+        Fault(
+            at_s=chance.uniform(0.0, LOAD_S),
+            kind=chance.choice(kinds[of[0]]),
+            of=of,
+            for_s=chance.uniform(0.02, 1.5),
+            share=chance.random(),
+        )
+        for of in struck
+    ]
+    return msgspec.structs.replace(
+        plan,
+        keepers=chance.choice((1, 1, 1, 1, 2)),
+        orders=[_sampled(_produced(order, PRODUCERS_SHARE, chance), chance) for order in plan.orders],
+        faults=sorted([*plan.faults, *faults], key=lambda fault: fault.at_s),
+    )
+
+
+def _produced(order: Order, share: float, chance: random.Random) -> Order:
+    """A producer does not leave: there is nothing by which anybody would know."""
+    if chance.random() >= share:
+        return order
+    way, encoding = chance.choice(WAYS), chance.choice(_ENCODINGS)
+    if way == "arbiter":
+        encoding = "msgpack"
+    return msgspec.structs.replace(order, way=way, encoding=encoding, leaves_s=None)
+
+
+def _sampled(order: Order, chance: random.Random) -> Order:
+    if chance.random() >= SAMPLED_SHARE or order.bad:
+        return order
+    # Long enough to be cut short.
+    return msgspec.structs.replace(order, sampling=chance.choice(SAMPLINGS), max_tokens=8)
+
+
+def _fate(plan: Plan, chance: random.Random) -> Plan:
+    """In few worlds something happens that would drown what else there is to see."""
+    drawn = chance.random()
+    if drawn < 0.05:
+        return _poisoned(plan, chance)
+    return _left_alone(plan, chance) if drawn < 0.09 else plan
+
+
+def _poisoned(plan: Plan, chance: random.Random) -> Plan:
+    """One request kills who prefills it. Two more faults at most: a third death would be counted, too."""
+    number = chance.randrange(len(plan.orders))
+    poison = msgspec.structs.replace(
+        plan.orders[number],
+        question=POISON,
+        timeout_s=TIMEOUT_S,
+        leaves_s=None,
+        bad=None,
+        way=None,
+        encoding="msgpack",
+        sampling={},
+    )
+    config = msgspec.structs.replace(
+        plan.config,
+        requests=msgspec.structs.replace(plan.config.requests, starts_max=3),
+    )
+    orders = [poison if order.number == number else order for order in plan.orders]
+    return msgspec.structs.replace(plan, config=config, orders=orders, faults=plan.faults[:2])
+
+
+def _left_alone(plan: Plan, chance: random.Random) -> Plan:
+    """All prefill workers go, for longer than many a request can wait. More of those have no gateway that counts for them."""
+    orders = []
+    for order in plan.orders:
+        made = order if order.way else _produced(order, 0.3, chance)
+        hurried = made.way is not None and chance.random() < 0.7
+        orders.append(msgspec.structs.replace(made, timeout_s=chance.uniform(0.05, 1.5)) if hurried else made)
+    absence = Fault(
+        at_s=chance.uniform(0.1, 0.8),
+        kind="absence",
+        of=("prefill", 0),
+        for_s=chance.uniform(15.5, 17.0),
+        share=chance.random(),
+    )
+    faults = [absence, *(fault for fault in plan.faults if fault.of[0] != "prefill")]
+    return msgspec.structs.replace(plan, orders=orders, faults=sorted(faults[:3], key=lambda fault: fault.at_s))
 
 
 def _config(seed: int, chance: random.Random) -> Config:
@@ -153,5 +285,7 @@ def _fault(fleet: list[tuple[str, int]], chance: random.Random) -> Fault:
         share=chance.random(),
     )
 
+
+_ENCODINGS: Final[tuple[Encoding, ...]] = ("json", "msgpack")
 
 _WORDS: Final = ("river", "stone", "market", "winter", "garden", "letter", "bridge", "window", "island", "summer")

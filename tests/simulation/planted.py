@@ -3,7 +3,7 @@
 A planted bug is a context. Within it, everything is as it is but for that decision.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
@@ -21,6 +21,8 @@ from pipeline.protocol.request import Decode, Effect, Effects, Event, Prefill, S
 from pipeline.protocol.subjects import parse_ack
 from workers import decode_job, prefill_job
 from workers.holding import Holding
+from workers.keeper import Keeper
+from workers.starts import Starts
 
 
 class Planted(msgspec.Struct, frozen=True):
@@ -132,6 +134,41 @@ def accuser_trusts_itself() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def samplings_spliced() -> Iterator[None]:
+    """A reply is continued that hangs on state which has died with its worker."""
+
+    def check(chat: Mapping[str, Any], delivered: Sequence[int]) -> None:
+        del chat, delivered
+
+    with patch.object(prefill_job, "check_resumable", check), patch.object(decode_job, "check_resumable", check):
+        yield
+
+
+@contextmanager
+def buried_in_silence() -> Iterator[None]:
+    """The keeper takes what has aged out away, and tells nobody."""
+
+    async def told(self: Keeper, *_: Any) -> bool:
+        del self
+        return True
+
+    with patch.object(Keeper, "_told", told):
+        yield
+
+
+@contextmanager
+def starts_forgotten() -> Iterator[None]:
+    """Nobody remembers who has died with a request, so that it kills for as long as it may."""
+
+    async def record(self: Starts, *_: Any) -> list[str]:
+        del self
+        return []
+
+    with patch.object(Starts, "record", record):
+        yield
+
+
 PLANTED: Final = (
     Planted("ack at dequeue", ack_at_dequeue, "whose client still waits"),
     Planted("ack before whole", ack_before_whole, "whose client still waits"),
@@ -141,4 +178,7 @@ PLANTED: Final = (
     Planted("frames of an old claim accepted", frames_of_an_old_claim, "had the go"),
     Planted("no responders taken for gone", no_responders_means_gone, "whose client still waits"),
     Planted("an accuser that does not check itself", accuser_trusts_itself, "NAKed the present delivery"),
+    Planted("two samplings spliced", samplings_spliced, "is of no one sampling"),
+    Planted("a keeper that tells nobody", buried_in_silence, "whose client still waits"),
+    Planted("starts forgotten", starts_forgotten, "is poison, and ended otherwise"),
 )

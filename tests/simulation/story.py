@@ -5,7 +5,7 @@
 0.500000 broker      ⚡ kill            back in 0.31 s
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -27,14 +27,15 @@ from pipeline.protocol.messages import (
     answer_decoder,
     claim_decoder,
     credit_decoder,
-    frames_decoder,
     handoff_answer_decoder,
     handoff_decoder,
     notice_decoder,
     verdict_decoder,
 )
 from pipeline.protocol.subjects import parse_ack
+from tests.simulation.frames import frames_of, id_of
 from tests.simulation.loop import VirtualLoop
+from tests.simulation.streams import Stored
 from tests.simulation.wire import Publish
 
 Said = tuple[str, str, str]
@@ -72,9 +73,14 @@ class Story:
         if not self.wanted or not message.reply.startswith("$JS.ACK."):
             return
         ack = parse_ack(message.reply)
-        request = self._requests[ack.stream, ack.sequence] = _id_of(message.data)
+        request = self._requests.get((ack.stream, ack.sequence), "")
         detail = f"delivery {ack.delivered} of {ack.stream}/{ack.consumer}#{ack.sequence}, {ack.pending} behind"
         self.tell("broker", "←", "deliver", request, f"to {to}: {detail}")
+
+    def stored(self, stream: str, stored: Stored) -> None:
+        """A stream has a new message."""
+        if self.wanted and stream.startswith("REQUESTS"):
+            self._requests[stream, stored.sequence] = id_of(stored.data)
 
     def _read(self, subject: str, reply: str, data: bytes) -> Said | None:
         if subject.startswith("$JS.ACK."):
@@ -83,13 +89,20 @@ class Story:
             return data.decode().split()[0] or "+ACK", request, f"of delivery {ack.delivered}, #{ack.sequence}"
         if subject.startswith(("$JS.", "presence.")):
             return None
+        return self._stored(subject, data) or self._ours(reply, subject, data)
+
+    def _stored(self, subject: str, data: bytes) -> Said | None:
+        """A message that says by its subject what it is."""
         if subject.startswith("requests.in."):
-            return "publish", _id_of(data), subject
+            return "publish", id_of(data), subject
         if subject.startswith("control.cancel."):
             return "cancel", subject.rpartition(".")[2], ""
+        if subject.startswith("keeper.expired."):
+            _, _, stream, sequence = subject.split(".")
+            return "expired", self._requests.get((stream, int(sequence)), "?"), f"#{sequence} of {stream}"
         if subject.startswith("dlq."):
-            return "dead", _id_of(data), subject
-        return self._ours(reply, subject, data)
+            return "dead", id_of(data), subject
+        return None
 
     def _ours(self, reply: str, subject: str, data: bytes) -> Said | None:
         """A message of our own protocol: its type says what it is."""
@@ -104,16 +117,8 @@ class Story:
         return None
 
 
-def _id_of(data: bytes) -> str:
-    try:
-        tree = msgspec.msgpack.decode(data)
-    except msgspec.DecodeError:
-        return "?"
-    return str(tree.get("id", "?")) if isinstance(tree, Mapping) else "?"
-
-
 def _frames(data: bytes) -> Said:
-    frames = frames_decoder.decode(data)
+    frames = frames_of(data)
     verbs = {Tokens: "tokens", Done: "done", Failed: "error"}
     details = []
     for frame in frames:

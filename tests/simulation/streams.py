@@ -47,7 +47,7 @@ class Stream:
         self.last = 0
         self._transform: Mapping[str, str] | None = config.get("subject_transform")
         self._window_s = config.get("duplicate_window", 120_000_000_000) / 1e9
-        self._age_s = config.get("max_age", 0) / 1e9
+        self.age_s: float = config.get("max_age", 0) / 1e9
         self._per_subject: int = config.get("max_msgs_per_subject", -1)
         self._most: int = config.get("max_msgs", -1)
         self._by_subject: dict[str, list[int]] = {}
@@ -97,6 +97,16 @@ class Stream:
         here.append(stored.sequence)
         here.sort()
 
+    @property
+    def first(self) -> int:
+        """The sequence of the oldest message, or what the next one's will be."""
+        return next(iter(self.messages), self.last + 1)
+
+    def next_from(self, sequence: int, pattern: str) -> Stored | None:
+        """The first message from there on whose subject falls under a pattern."""
+        found = (stored for at, stored in self.messages.items() if at >= sequence and matches(pattern, stored.subject))
+        return next(found, None)
+
     def last_of(self, subject: str) -> Stored | None:
         """The newest message of a subject."""
         here = self._by_subject.get(subject)
@@ -108,9 +118,9 @@ class Stream:
 
     def expired(self, now_s: float) -> list[int]:
         """Messages that have passed `max_age`, leased or not."""
-        if not self._age_s:
+        if not self.age_s:
             return []
-        return [sequence for sequence, stored in self.messages.items() if now_s - stored.at_s > self._age_s]
+        return [sequence for sequence, stored in self.messages.items() if now_s - stored.at_s >= self.age_s]
 
     def _check(self, subject: str, headers: Mapping[str, str]) -> None:
         here = self._by_subject.get(subject, [])

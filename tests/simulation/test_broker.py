@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from pipeline import outside
-from pipeline.bus import acks
+from pipeline.bus import acks, reading
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import NoResponders
 from pipeline.bus.puller import EXPIRES_S, Delivery, Puller
@@ -89,6 +89,63 @@ def test_a_message_comes_back_after_its_lease_and_any_connection_may_keep_it_or_
         assert len(came) == 3, "a NAK of an old delivery works, too"
         await acks.ack(two, came[0].ack)
         assert not broker.js.streams[SHARD.stream].messages
+
+    told(story)
+
+
+def test_a_message_that_passes_max_age_vanishes_also_while_it_is_leased() -> None:
+    async def story(broker: SimBroker, one: Bus, _: Bus) -> None:
+        broker.js.streams[SHARD.stream].age_s = 2.0
+        came: list[Delivery] = []
+        await one.store(SUBJECT, b"leased", msg_id="a", timeout_s=1.0)
+        await pulls(one, came, [], priority=0)
+        for _renewal in range(5):
+            await acks.in_progress(one, came[0].ack)
+            await asyncio.sleep(0.3)
+        await one.store(SUBJECT, b"young", msg_id="b", timeout_s=1.0)
+        assert len(broker.js.streams[SHARD.stream].messages) == 2
+        await asyncio.sleep(0.6)
+        assert [stored.data for stored in broker.js.streams[SHARD.stream].messages.values()] == [b"young"]
+        await asyncio.sleep(2.0)
+        assert not broker.js.streams[SHARD.stream].messages
+        assert len(came) == 1
+
+    told(story)
+
+
+def test_what_a_stream_holds_can_be_read_and_deleted_without_consuming_it() -> None:
+    async def story(broker: SimBroker, one: Bus, _: Bus) -> None:
+        headers = {"Reply-To": "inbox"}
+        for number in range(3):
+            await one.store(SUBJECT, b"%d" % number, msg_id=str(number), timeout_s=1.0, headers=headers)
+        stream = SHARD.stream
+        assert await reading.delete(one, stream, 1)
+        assert not await reading.delete(one, stream, 1)
+        assert await reading.get(one, stream, 1) is None
+        state = await reading.state(one, stream)
+        assert (state.messages, state.first, state.last) == (2, 2, 3)
+        assert state.now_s == pytest.approx(broker.js.now_s, abs=0.01)
+        kept = await reading.next_from(one, stream, 1)
+        assert kept is not None
+        assert (kept.sequence, kept.data, kept.headers["Reply-To"]) == (2, b"1", "inbox")
+        assert kept.stored_at_s == pytest.approx(broker.js.streams[stream].messages[2].at_s, abs=1e-5)
+        assert await reading.next_from(one, stream, 4) is None
+
+    told(story)
+
+
+def test_what_is_said_of_no_delivery_hits_none() -> None:
+    """A keeper claims as if it held the message, and may be accused as such."""
+
+    async def story(_: SimBroker, one: Bus, two: Bus) -> None:
+        came: list[Delivery] = []
+        await pulls(one, came, [], priority=0, batch=2)
+        await one.store(SUBJECT, b"", msg_id="m", timeout_s=1.0)
+        await asyncio.sleep(0.05)
+        place = came[0].ack.split(".")[:6]
+        await acks.nak(two, ".".join([*place, "0", "0", "0"]))
+        await asyncio.sleep(0.05)
+        assert len(came) == 1
 
     told(story)
 

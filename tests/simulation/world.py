@@ -17,14 +17,15 @@ from pipeline.paths import JETSTREAM
 from tests.simulation import faults
 from tests.simulation.broker import SimBroker
 from tests.simulation.checks import Checks
-from tests.simulation.clients import Client
+from tests.simulation.clients import Client, HttpClient
 from tests.simulation.fleet import Fleet
 from tests.simulation.loop import Stuck, VirtualLoop, VirtualSource, virtual_time
-from tests.simulation.plan import SHARDS, TIMEOUT_S, Plan, draw
+from tests.simulation.plan import LOAD_S, SHARDS, TIMEOUT_S, Order, Plan, draw
+from tests.simulation.producers import PATIENCE_S, Arbiter, Keeping, Subscriber
 from tests.simulation.story import Story
 
-REST_WITHIN_S: Final = 12.0
-"""After the last end: a lease, an ask, a pull's expiry, and what a deadline leaves to be told."""
+REST_WITHIN_S: Final = 30.0
+"""After the last end: a lease, an ask, a pull's expiry, what a deadline leaves to be told, and what a keeper then buries."""
 
 LOOK_PERIOD_S: Final = 0.25
 
@@ -52,10 +53,12 @@ class World:
         self.plan, self.loop = plan, loop
         self.story = Story(loop, story)
         self.broker = SimBroker(loop, plan.seed)
-        self.clients = {order.id: Client(order) for order in plan.orders}
+        self.clients: dict[str, Client] = {}
         self.checks = self.broker.watch = Checks(plan, self.broker, self.story, self.clients)
-        self.fleet = self.checks.fleet = Fleet(
-            loop, self.broker, plan.config, plan.seed, self.checks.begun, self.checks.crashed
+        self.clients.update({order.id: self._client_of(order) for order in plan.orders})
+        checks = self.checks
+        self.fleet = checks.fleet = Fleet(
+            loop, self.broker, plan.config, plan.seed, checks.begun, checks.crashed, checks.poisoned
         )
         self.struck: Counter[str] = Counter()
         self.tasks: list[asyncio.Task[None]] = []
@@ -83,9 +86,23 @@ class World:
             ("decode", self.plan.decode),
             ("prefill", self.plan.prefill),
             ("gateway", self.plan.gateways),
+            ("keeper", self.plan.keepers),
+            ("producer", 1),
         ):
             for number in range(count):
                 yield role, number
+
+    def _client_of(self, order: Order) -> Client:
+        checks = self.checks
+        match order.way:
+            case "subscription":
+                return Subscriber(order, checks.wrong, checks.listens)
+            case "kept":
+                return Keeping(order)
+            case "arbiter":
+                return Arbiter(order, checks.claimed, checks.grown)
+            case None:
+                return HttpClient(order)
 
     def _do(self, work: Any) -> "asyncio.Task[None]":
         return self.loop.create_task(work)
@@ -95,11 +112,10 @@ class World:
         await asyncio.sleep(0.5)
 
     async def _client(self, client: Client, begun_s: float) -> None:
-        """One client: it finds a gateway that lives, asks, and may leave or be cut off."""
+        """One client: it finds a process that lives, a gateway or its own, asks, and may leave or be cut off."""
         order = client.order
         await asyncio.sleep(max(0.0, begun_s + order.at_s - self.loop.now_s))
-        of = ("gateway", order.gateway)
-        while (at := self.fleet.alive(of)) is None or not at.ready:
+        while (at := self.fleet.alive(order.through)) is None or not at.ready:
             await asyncio.sleep(0.05)
         self.story.tell("client", "▷", "asks", order.id, f"{order.max_tokens} tokens of {at}, {order.timeout_s:.2f} s")
         ask = client.ask(at, lambda verb, detail: self.story.tell("client", "■", verb, order.id, detail))
@@ -115,7 +131,7 @@ class World:
 
     async def _to_rest(self) -> None:
         """Until all have ended and nothing is left, or too long."""
-        ends_s = self.loop.now_s + self.plan.orders[-1].at_s + 2 * TIMEOUT_S
+        ends_s = self.loop.now_s + LOAD_S + TIMEOUT_S + PATIENCE_S
         while not all(task.done() for task in self.tasks):
             await self._look()
             if self.loop.now_s > ends_s or len(self.checks.broken) >= STOP_AFTER_BROKEN:
@@ -129,6 +145,7 @@ class World:
                 for what in unrest:
                     self.checks.wrong(f"{REST_WITHIN_S:.0f} s after the last end, {what}")
                 return
+        self.checks.kept()
 
     async def _look(self) -> None:
         await asyncio.sleep(LOOK_PERIOD_S)
@@ -190,8 +207,8 @@ def _declared() -> tuple[streams.Item, ...]:
 
 
 def _is_wanted(consumer: streams.Item) -> bool:
-    """The first shards of the requests. There is no keeper here: nothing lives long enough for it."""
-    return consumer.stream.startswith("REQUESTS") and int(consumer.name.removeprefix("s")) < SHARDS
+    """The keeper's, and the first shards of the requests."""
+    return not consumer.stream.startswith("REQUESTS") or int(consumer.name.removeprefix("s")) < SHARDS
 
 
 def _fewer_shards(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -172,3 +172,15 @@ class TestFingerprint:
     def test_differs_with_any_fact(self, folder: Path) -> None:
         assert fingerprint(folder, {"isa": "amx"}) != fingerprint(folder, {"isa": "vec"})
         assert fingerprint(None, {"model": "a"}) != fingerprint(None, {"model": "b"})
+
+
+def test_cache_events_go_to_sockets_in_a_folder_and_only_where_one_is_given(tmp_path: Path) -> None:
+    events = launch.engine_arguments(Config(), "prefill", "/model", tmp_path)["kv_events_config"]
+    assert events["endpoint"] == f"ipc://{tmp_path}/events", "vLLM would listen for TCP on every interface"
+    assert events["replay_endpoint"] == f"ipc://{tmp_path}/replay"
+    assert events["buffer_steps"] >= events["hwm"], "what was dropped can be repeated"
+    assert "kv_events_config" not in launch.engine_arguments(Config(), "prefill", "/model")
+    ranks = replaced(prefill=Engine(slots=4, extra={"data_parallel_size": 2}))
+    assert "kv_events_config" not in launch.engine_arguments(ranks, "prefill", "/model", tmp_path)
+    with pytest.raises(OperatorError, match="too long"):
+        launch.cache_events(tmp_path / ("x" * 100))

@@ -12,8 +12,12 @@ while the load still writes to them.
 
 So for such a request we do not ask vLLM to wait for a send, and we hide from it every send that we have not asked it to
 wait for. All of this is on the scheduler's side, after vLLM has merged the reports of its workers.
+
+And it is told that nobody wants cache events. Where vLLM tells those of its own cache, the connector would add LMCache's: for
+every chunk a hash and all its tokens, and a second stream from the server.
 """
 
+import copy
 from typing import Any
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
@@ -23,7 +27,9 @@ class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no t
     """Loaded by vLLM through `kv_connector_module_path`, once in the scheduler and once in each worker."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        super().__init__(vllm_config, role, kv_cache_config)
+        quiet = copy.copy(vllm_config)
+        quiet.kv_events_config = None
+        super().__init__(quiet, role, kv_cache_config)
         self._loading: set[str] = set()
         self._sending: set[str] = set()
 

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 
 from pipeline.config import Config, Engine
 from pipeline.errors import OperatorError
+from pipeline.limits import CACHE_BATCHES_KEPT, CACHE_BATCHES_UNREAD
 
 Role = Literal["prefill", "decode"]
 
@@ -28,6 +29,12 @@ when the decode engine looks the prompt up, so this must exceed the time from th
 
 SESSION_TTL_S: Final = 600
 """LMCache forgets an idle request after this long: the longest deadline of a batch request."""
+
+HASHES: Final = ("sha256_cbor", "sha256")
+"""vLLM's hash functions that give a block the same name in every process. The others begin from random bytes."""
+
+ENDPOINT_BYTES_MAX: Final = 100
+"""The kernel's bound on the path of a Unix socket, less a little."""
 
 
 def cpu_build() -> bool:
@@ -72,10 +79,11 @@ def local(source: str) -> bool:
     return source == "smollm2" or Path(source).expanduser().is_dir()
 
 
-def engine_arguments(config: Config, role: Role, model_path: str) -> dict[str, Any]:
+def engine_arguments(config: Config, role: Role, model_path: str, events_at: Path | None = None) -> dict[str, Any]:
     """The fields of `AsyncEngineArgs`; `kv_transfer_config` is a dict of `KVTransferConfig`'s. The role's `extra` wins.
 
-    Raises `OperatorError` where two settings contradict each other.
+    `events_at`: a folder of ours alone, for the sockets of the prefix cache's events. Raises `OperatorError` where two settings
+    contradict each other.
     """
     engine = settings(config, role)
     _check(config, role)
@@ -94,9 +102,42 @@ def engine_arguments(config: Config, role: Role, model_path: str) -> dict[str, A
         "disable_log_stats": True,
         "kv_transfer_config": connector(config, role),
     }
+    if (
+        events_at is not None and engine.extra.get("data_parallel_size", 1) == 1
+    ):  # of several ranks each has a stream of its own
+        arguments["kv_events_config"] = cache_events(events_at)
     if cpu_build():
         arguments |= _cpu_arguments()
-    return arguments | dict(engine.extra)
+    arguments |= dict(engine.extra)
+    _check_hashes(role, str(arguments["prefix_caching_hash_algo"]))
+    return arguments
+
+
+def cache_events(folder: Path) -> dict[str, Any]:
+    """The fields of vLLM's `KVEventsConfig`: what enters and leaves its prefix cache, on sockets in `folder`.
+
+    Not TCP: vLLM listens there on all interfaces, and the events carry the tokens of every prompt.
+    """
+    events, replay = (f"ipc://{folder}/{name}" for name in ("events", "replay"))
+    if len(replay) > ENDPOINT_BYTES_MAX:
+        raise OperatorError(f"The path {folder} is too long for a socket.", "Set TMPDIR to a shorter one.")
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": events,
+        "replay_endpoint": replay,
+        "buffer_steps": CACHE_BATCHES_KEPT,
+        "hwm": CACHE_BATCHES_UNREAD,
+    }
+
+
+def _check_hashes(role: Role, algorithm: str) -> None:
+    """`PYTHONHASHSEED` may differ: it changes vLLM's names of blocks, which nobody else uses. LMCache's do not depend on it."""
+    if algorithm not in HASHES:
+        raise OperatorError(
+            f"{role}.extra.prefix_caching_hash_algo is {algorithm!r}, whose hashes differ from process to process.",
+            f"Use one of {', '.join(HASHES)}, or leave it out.",
+        )
 
 
 def _cpu_arguments() -> dict[str, Any]:

@@ -10,6 +10,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from pipeline.protocol.warmth import Batch
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -32,11 +34,13 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt's KV is computed and stored. `cached_tokens` were found in HBM or LMCache, not computed.
 
-    `generated_tokens` is what the engine made on the way, always 1 and thrown away: decode samples it anew.
+    `generated_tokens` is what the engine made on the way, always 1 and thrown away: decode samples it anew. No engine says of a
+    request which part came from where: `hbm_tokens` of the cached ones are those that its cache held by its own events.
     """
 
     cached_tokens: int
     generated_tokens: int
+    hbm_tokens: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +65,16 @@ class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     kv_usage_ratio: float
     preemptions: int
+
+
+class CacheEvents(Protocol):
+    """What enters and leaves an engine's prefix cache, in batches numbered from 0. Any may be lost, come twice, or come late."""
+
+    async def read(self) -> Batch:
+        """The next batch that comes. Cancelling it loses none."""
+
+    async def replay(self, start: int) -> list[Batch]:
+        """The batches from the number `start` on that are still kept, in order. Raises `EngineFailed` where no answer comes."""
 
 
 class Engine(Protocol):
@@ -104,6 +118,9 @@ class Engine(Protocol):
 
         Raises as `prefill`. Closing the iterator aborts the request.
         """
+
+    def cache_events(self) -> CacheEvents | None:
+        """The events of its prefix cache, for one reader, once it has started. None where it tells none: so a decode engine."""
 
     async def check(self) -> None:
         """Raises `EngineDead` where the engine cannot go on."""

@@ -9,14 +9,16 @@ Importing this module is cheap. `start` sets the environment and only then impor
 import asyncio
 import re
 import secrets
+import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, Final, cast
 
 from pipeline.config import Config
 from pipeline.errors import EngineDead, EngineFailed, OperatorError
 from workers.engines import launch
-from workers.engines.port import EngineInfo, EngineUsage, FinishReason, Prefilled, Step
+from workers.engines.port import CacheEvents, EngineInfo, EngineUsage, FinishReason, Prefilled, Step
 
 SALT: Final = re.compile(r"[0-9a-f]{1,128}")
 """LMCache allows 128 characters. One it does not allow ends the scheduler, so nothing but hex passes here."""
@@ -67,6 +69,8 @@ class VllmEngine:
         self._renderer: Any = None
         self._defaults: Mapping[str, Any] = {}  # sampling parameters that the model's generation_config.json sets
         self._info: EngineInfo | None = None
+        self._events: Any = None  # a `VllmCacheEvents`, once zmq may be imported
+        self._events_at: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -77,7 +81,10 @@ class VllmEngine:
     async def start(self) -> None:
         """Load the model and make ready: 15 to 20 s on two cores, in a thread. Raises `OperatorError`."""
         await self._reach_lmcache()
+        if self._role == "prefill":
+            self._events_at = tempfile.TemporaryDirectory(prefix="headrace-")  # which nobody else may read
         await asyncio.to_thread(self._load)
+        self._listen()
 
     async def _reach_lmcache(self) -> None:
         host, port = self._config.lmcache.host, self._config.lmcache.port
@@ -96,10 +103,23 @@ class VllmEngine:
         from workers.engines import vllm_chat, vllm_setup
 
         self._chat = vllm_chat
-        self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage)
+        events_at = Path(self._events_at.name) if self._events_at else None
+        self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage, events_at)
         self._info = vllm_setup.describe(self._engine, self._config, self._model_path)
         self._renderer = vllm_chat.renderer(self._engine)
         self._defaults = self._engine.model_config.get_diff_sampling_param()
+
+    def _listen(self) -> None:
+        """To the events of the prefix cache, where the engine tells them: `extra` may say otherwise."""
+        told = self._engine.vllm_config.kv_events_config
+        if told is not None and told.enable_kv_cache_events and told.replay_endpoint:
+            from workers.engines.vllm_events import VllmCacheEvents
+
+            self._events = VllmCacheEvents(told.endpoint, told.replay_endpoint, self.info.block_size)
+
+    def cache_events(self) -> CacheEvents | None:
+        """A prefill engine's."""
+        return cast("CacheEvents | None", self._events)
 
     async def warm_up(self) -> None:
         """Touch the kernels and LMCache's look-up; in prefill also its store and load. Under a salt that nobody else has."""
@@ -213,8 +233,12 @@ class VllmEngine:
     async def close(self) -> None:
         """End vLLM's processes, in a thread. Again does nothing."""
         engine, self._engine = self._engine, None
+        if self._events is not None:
+            self._events.close()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown, CLOSE_S)
+        if self._events_at is not None:
+            self._events_at.cleanup()
 
 
 def _finish_reason(reason: str | None) -> FinishReason | None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import vllm
 from huggingface_hub import try_to_load_from_cache
-from vllm.config import KVTransferConfig
+from vllm.config import KVEventsConfig, KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -20,10 +20,14 @@ from workers.engines.fingerprint import fingerprint
 from workers.engines.port import EngineInfo
 
 
-def build(config: Config, role: launch.Role, model_path: str, stat_logger: Callable[..., Any]) -> Any:
+def build(
+    config: Config, role: launch.Role, model_path: str, stat_logger: Callable[..., Any], events_at: Path | None = None
+) -> Any:
     """The engine, started: 15 to 20 s on two cores. Blocks. Raises `OperatorError`."""
-    arguments = launch.engine_arguments(config, role, model_path)
+    arguments = launch.engine_arguments(config, role, model_path, events_at)
     try:
+        if "kv_events_config" in arguments:
+            arguments["kv_events_config"] = KVEventsConfig(**arguments["kv_events_config"])
         transfer = KVTransferConfig(**arguments.pop("kv_transfer_config"))
         engine_arguments = AsyncEngineArgs(**arguments, kv_transfer_config=transfer)
         return AsyncLLM.from_engine_args(engine_arguments, stat_loggers=[stat_logger])

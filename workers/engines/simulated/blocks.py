@@ -11,7 +11,7 @@ A name is a chained hash: it stands for the block's tokens and all before them, 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 
@@ -32,10 +32,11 @@ def names_of(packed: bytes | memoryview, block_size: int, root: int) -> list[int
 
 
 class BlockPool:
-    """`total` blocks. Who takes blocks remembers which, and releases them exactly once."""
+    """`total` blocks. Who takes blocks remembers which, and releases them exactly once. `evicted` is told of names that go."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, evicted: Callable[[int], None] | None = None) -> None:
         self.total = total
+        self._evicted = evicted
         self._holders: dict[int, int] = {}
         self._private = 0
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -68,14 +69,18 @@ class BlockPool:
             self._hold(name)
         self._private += private
         while self.used + len(self._idle) > self.total:
-            self._idle.popitem(last=False)
+            name, _ = self._idle.popitem(last=False)
+            if self._evicted is not None:
+                self._evicted(name)
         return True
 
-    def name(self, name: int) -> None:
-        """A private block is full and gets its name. Where that name is here already, the two become one."""
+    def name(self, name: int) -> bool:
+        """A private block is full and gets its name. False where that name is here already: then the two become one."""
         assert self._private > 0, "only a private block can be named"
+        new = name not in self._holders and name not in self._idle
         self._private -= 1
         self._hold(name)
+        return new
 
     def release(self, names: Sequence[int], private: int) -> None:
         """Give back. Named blocks stay as cache, the end of a prompt first in line to be evicted."""

@@ -23,6 +23,8 @@ import msgspec
 from pipeline.config import Config
 from pipeline.errors import EngineDead, OperatorError, PromptTooLong
 from workers.engines.port import EngineInfo, EngineUsage, Prefilled, Step
+from workers.engines.simulated.blocks import names_of, root_of
+from workers.engines.simulated.cache_log import CacheFaults, CacheLog
 from workers.engines.simulated.mailbox import Alarm, Mailbox
 from workers.engines.simulated.model import EngineModel, Job, Output, Shape
 from workers.engines.simulated.reply import Reply, sampling_of
@@ -65,8 +67,11 @@ def fingerprint_of(config: Config) -> str:
 class SimulatedEngine:
     """The `Engine` without a model. Timing is `config.simulated`; seats and step size are those of `role`."""
 
-    def __init__(self, config: Config, role: Work, tier: Tier | None = None) -> None:
+    def __init__(
+        self, config: Config, role: Work, tier: Tier | None = None, cache_faults: CacheFaults | None = None
+    ) -> None:
         self._config = config
+        self._log = CacheLog(cache_faults or CacheFaults(), config.simulated.seed) if role == "prefill" else None
         self._settings = config.prefill if role == "prefill" else config.decode
         self._tier = tier
         self._owns_tier = tier is None
@@ -110,7 +115,7 @@ class SimulatedEngine:
             seats=self._settings.slots,
             tokens_per_step=self._settings.max_num_batched_tokens,
         )
-        self._model = EngineModel(self._config.simulated, shape, self._tier)
+        self._model = EngineModel(self._config.simulated, shape, self._tier, records=self._log is not None)
         self._death = None
         self._task = asyncio.create_task(self._run(self._model), name="simulated-engine")
 
@@ -171,6 +176,10 @@ class SimulatedEngine:
         finally:
             self._forget(job)
 
+    def cache_events(self) -> CacheLog | None:
+        """A prefill engine's."""
+        return self._log
+
     async def check(self) -> None:
         """Raises `EngineDead` where the engine cannot go on."""
         if self._death is not None:
@@ -217,6 +226,13 @@ class SimulatedEngine:
         """Go on where `pause` has stopped."""
         self._resumed.set()
 
+    def truly_cached_tokens(self, salt: str, token_ids: Sequence[int]) -> int:
+        """Leading tokens of a prompt that its HBM cache holds now, by whole blocks; a dead engine holds none."""
+        size = self._info.block_size
+        full = array("I", token_ids[: (len(token_ids) - 1) // size * size])
+        names = names_of(full.tobytes(), size, root_of(salt))
+        return self._model.cached_names(names) * size if self._model is not None else 0
+
     # ------------------------------------------------------------------------------------------------------
     # The step loop
 
@@ -232,6 +248,7 @@ class SimulatedEngine:
                 if now_s - at_s > CATCH_UP_MAX_S:
                     model.postpone(now_s - at_s - CATCH_UP_MAX_S)
                 self._deliver(model.advance(now_s + TIMER_SLACK_S))
+                self._write_log(model)
                 await asyncio.sleep(0)  # the readers run now, all in one turn of the loop
         except Exception as error:  # a bug of ours must not leave requests waiting for ever
             self.die(f"The simulated engine broke: {error!r}.")
@@ -242,12 +259,17 @@ class SimulatedEngine:
             if mailbox is not None:
                 mailbox.put(output.what)
 
+    def _write_log(self, model: EngineModel) -> None:
+        if self._log is not None:
+            self._log.write(model.take_cache_events())
+
     def _submit(self, job: Job) -> Mailbox:
         if self._model is None:
             raise EngineDead(self._death or "")
         loop = asyncio.get_running_loop()
         before_s = self._model.next_at()
         self._model.submit(job, loop.time())
+        self._write_log(self._model)
         self._mailboxes[job.key] = mailbox = Mailbox(loop)
         self._ring_if_not(before_s, self._model)
         return mailbox
@@ -258,6 +280,7 @@ class SimulatedEngine:
         if self._model is not None:
             before_s = self._model.next_at()
             self._model.abort(job.key, asyncio.get_running_loop().time())
+            self._write_log(self._model)
             self._ring_if_not(before_s, self._model)
 
     def _ring_if_not(self, before_s: float | None, model: EngineModel) -> None:

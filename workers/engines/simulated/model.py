@@ -20,11 +20,15 @@ A sequence that needs a block when none is left makes the youngest one start ove
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 import msgspec
 
 from pipeline.config import Simulated
 from pipeline.errors import EngineFailed
+from pipeline.protocol.warmth import Event, Removed, Stored
 from workers.engines.port import EngineUsage, Prefilled, Step
 from workers.engines.simulated.blocks import BlockPool, names_of, root_of
 from workers.engines.simulated.reply import Reply
@@ -105,13 +109,15 @@ class _Step(msgspec.Struct, gc=False):
 
 
 class EngineModel:
-    """One engine. Times given to it never go back by more than a step."""
+    """One engine. Times given to it never go back by more than a step. With `records` it tells cache events."""
 
-    def __init__(self, timing: Simulated, shape: Shape, tier: Tier) -> None:
+    def __init__(self, timing: Simulated, shape: Shape, tier: Tier, *, records: bool = False) -> None:
         self._timing = timing
         self._shape = shape
         self._tier = tier
-        self._pool = BlockPool(timing.kv_blocks)
+        self._records = records
+        self._cache_events: list[Event] = []
+        self._pool = BlockPool(timing.kv_blocks, self._evicted if records else None)
         self._sequences: dict[str, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._loading: list[_Sequence] = []
@@ -191,6 +197,15 @@ class EngineModel:
             kv_usage_ratio=self._pool.used / self._pool.total,
             preemptions=self._preemptions,
         )
+
+    def take_cache_events(self) -> list[Event]:
+        """What has entered and left the HBM cache since the last call."""
+        taken, self._cache_events = self._cache_events, []
+        return taken
+
+    def cached_names(self, names: Sequence[int]) -> int:
+        """How many of `names`, from the first on, are in the HBM cache."""
+        return self._pool.match(names)
 
     # ------------------------------------------------------------------------------------------------------
     # A step
@@ -339,10 +354,26 @@ class EngineModel:
         if full > len(names):
             packed = sequence.ids[len(names) * size : full * size].tobytes()
             names.extend(names_of(packed, size, names[-1] if names else sequence.root))
-        for name in names[held:full]:
-            self._pool.name(name)
+        new = [self._pool.name(name) for name in names[held:full]]
         sequence.private -= full - held
         sequence.held = full
+        if self._records:
+            self._named(sequence, held, new)
+
+    def _named(self, sequence: _Sequence, first: int, new: list[bool]) -> None:
+        """The blocks from `first` on have got their names, and some of these are new: an event for each run of them."""
+        size, names = self._shape.block_size, sequence.names
+        for is_new, run in groupby(enumerate(new, first), key=itemgetter(1)):
+            if not is_new:
+                continue
+            at = [number for number, _ in run]
+            start, stop = at[0], at[-1] + 1
+            ids = sequence.ids[start * size : stop * size].tobytes()
+            parent = names[start - 1] if start else None
+            self._cache_events.append(Stored(names[start:stop], parent, ids, "" if start else sequence.job.salt))
+
+    def _evicted(self, name: int) -> None:
+        self._cache_events.append(Removed((name,)))
 
     def _grow(self, sequence: _Sequence) -> bool:
         """Blocks for the token to come. False where `sequence` itself was the youngest and had to go."""

@@ -1,0 +1,47 @@
+"""What the prompts of a creator share is learned from them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.protocol.messages import Prefix, pack_ids
+from pipeline.protocol.prefixes import Prefixes
+
+PERSONA = list(range(100, 160))
+
+
+def test_two_prompts_show_where_the_persona_ends() -> None:
+    known = Prefixes()
+    known.seen("ada", "s", pack_ids([*PERSONA, 1, 2, 3]))
+    known.seen("ada", "s", pack_ids([*PERSONA, 1, 9]))
+    assert known.of("ada") == Prefix("s", pack_ids([*PERSONA, 1]))
+    known.seen("ada", "s", pack_ids([*PERSONA, 7]))
+    assert known.of("ada") == Prefix("s", pack_ids(PERSONA))
+    known.seen("ada", "s", pack_ids([*PERSONA, 8, 8]))
+    assert known.of("ada") == Prefix("s", pack_ids(PERSONA))
+
+
+def test_a_new_persona_or_another_salt_begins_anew() -> None:
+    known = Prefixes()
+    known.seen("ada", "s", pack_ids([1, *PERSONA]))
+    known.seen("ada", "s", pack_ids([1, 2, 3]))
+    assert known.of("ada") == Prefix("s", pack_ids([1, 2, 3]))
+    known.seen("ada", "t", pack_ids([1, 2, 3, 4]))
+    assert known.of("ada") == Prefix("t", pack_ids([1, 2, 3, 4]))
+
+
+def test_only_the_creators_seen_last_are_remembered() -> None:
+    known = Prefixes(limit=2)
+    for creator in ("a", "b", "a", "c"):
+        known.seen(creator, "s", pack_ids(PERSONA))
+    assert known.of("b") == Prefix()
+    assert known.of("a").ids
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))
+def test_what_is_known_of_two_prompts_begins_both_or_is_the_last(one: list[int], other: list[int]) -> None:
+    known = Prefixes()
+    known.seen("a", "s", pack_ids(one))
+    known.seen("a", "s", pack_ids(other))
+    ids = known.of("a").ids
+    begins_both = pack_ids(one).startswith(ids) and pack_ids(other).startswith(ids)
+    assert begins_both or ids == pack_ids(other)

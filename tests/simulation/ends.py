@@ -1,0 +1,133 @@
+"""What each end must be, and what is kept of it.
+
+an end     a whole reply is the undisturbed one, token for token, or of one sampling where its samplings differ
+           what an error or a leaving cut off is a part of such a reply; an error has a cause that was drawn
+           a producer has an end, unless what was sent to it was lost on the way; a poison request ends as poison
+at rest    of a malformed and of a poison request the DLQ has one copy, of a whole one none, and of no request two
+           a reply for REPLIES is kept there, once
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from pipeline.errors import ErrorBody
+from pipeline.limits import EXPIRED_AFTER_S, SCAN_PERIOD_S
+from pipeline.protocol.messages import Done
+from tests.simulation.clients import Client, undisturbed
+from tests.simulation.engine import Drawn, is_stateful
+from tests.simulation.fleet import Running
+from tests.simulation.frames import id_of
+from tests.simulation.jetstream import JetStream
+from tests.simulation.plan import TIMEOUT_S, Plan
+from tests.simulation.producers import Keeping, Producer, Subscriber
+
+REFUSALS: Final = {"model": "model_not_found", "max_tokens": "context_length_exceeded", "temperature": "invalid_value"}
+"""What a malformed field is answered with."""
+
+ANSWERED_WITHIN_S: Final = EXPIRED_AFTER_S + SCAN_PERIOD_S + 1.0
+"""From a deadline until the keeper has answered for it, where nothing is in its way."""
+
+
+class Ends:
+    """Judges how requests end. `caused` counts failures that were drawn; `away` are gateways that may be taken for gone."""
+
+    def __init__(self, plan: Plan, away: set[Running], samplings: Callable[[str], list[Drawn]]) -> None:
+        self.caused: Counter[str] = Counter()
+        self.deserted = False
+        """For longer than any request may wait there was nobody to serve it."""
+        self._plan, self._away, self._samplings = plan, away, samplings
+        self._failed = 0
+        self._calm = {fault.kind for fault in plan.faults} <= {"absence"}
+
+    # ---- each end
+
+    def ended(self, client: Client) -> Iterator[str]:
+        """A request is over: what is wrong with how it ended?"""
+        order, end = client.order, client.end
+        if not order.bad:
+            yield from self._same(client)
+        elif isinstance(end, Done):
+            yield f"{order.id} has a bad {order.bad}, and got a reply"
+        if isinstance(end, ErrorBody) and (why := self._unjust(client, end)):
+            yield f"{order.id} ended with {end.code} after {len(client.ids)} tokens, and {why}: {end.message}"
+        if order.poison and end is not None and _code(end) != "poison" and client.at not in self._away:
+            yield f"{order.id} is poison, and ended otherwise: {end}"
+        if isinstance(client, Producer):
+            yield from self._heard(client)
+
+    def _same(self, client: Client) -> Iterator[str]:
+        """Whether it is a part of, or the whole of, what could have been drawn in one piece."""
+        order, ids, text = client.order, client.ids, client.text
+        stateful = is_stateful(order.sampling)
+        wants = self._samplings(order.id) if stateful else [undisturbed(order, self._plan.config.simulated.seed)]
+        fits = [want for want in wants if ids == want[0][: len(ids)] and want[1].startswith(text)]
+        if not fits and (ids or text):
+            what = "is of no one sampling" if stateful else "has other tokens than the undisturbed reply"
+            yield f"{order.id} {what}: {ids} of {[want[0] for want in wants]}"
+        elif isinstance(client.end, Done) and (ids, text) not in fits:
+            yield f"{order.id} is called whole, with {text!r}, {len(ids)} tokens, of {fits}"
+
+    def _unjust(self, client: Client, error: ErrorBody) -> str:
+        """Why this error has no cause that was drawn; empty where it has one."""
+        order = client.order
+        match error.code:
+            case "deadline":
+                return "" if order.timeout_s < TIMEOUT_S or self.deserted else "it had time enough"
+            case "broker_unavailable":
+                return "" if order.timeout_s < 2.0 else "the broker was never away so long"
+            case "engine_failed":
+                self._failed += 1
+                return "" if self._failed <= self.caused["engine_fails"] else "no engine was told to fail"
+            case "reply_lost":
+                cut_short = is_stateful(order.sampling) and client.ids
+                return "" if cut_short or client.at in self._away else "its gateway was not away"
+            case "poison":
+                return "" if order.poison else "it is none"
+            case _:
+                return "" if error.code == REFUSALS.get(order.bad or "") else "nothing was drawn that leads to it"
+
+    def _heard(self, client: Producer) -> Iterator[str]:
+        """Never silence; and the keeper's answer comes in time. What is malformed has its class's longest to be answered in."""
+        order = client.order
+        if client.end is None:
+            if not (isinstance(client, Subscriber) and client.shaken):
+                yield f"{order.id} has never heard how it ended"
+        elif self._calm and not order.bad and client.waited_s > order.timeout_s + ANSWERED_WITHIN_S:
+            yield f"{order.id} waited {client.waited_s:.3f} s for its end, {order.timeout_s:.3f} s were given"
+
+    # ---- at rest
+
+    def kept(self, js: JetStream, clients: Iterable[Client]) -> Iterator[str]:
+        """What is wrong with the dead letters and the kept replies."""
+        letters: dict[str, list[str]] = {}
+        for stored in js.streams["DLQ"].messages.values():
+            letters.setdefault(id_of(stored.data), []).append(stored.subject.split(".")[1])
+        for client in clients:
+            have = letters.pop(client.order.id, [])
+            if have not in _letters(client):
+                yield f"{client.order.id} ended with {_code(client.end)}, and the DLQ has {have or 'nothing'} of it"
+            if isinstance(client, Keeping) and not client.unsent:
+                count = js.streams["REPLIES"].counts(client.subject).get(client.subject, 0)
+                if count != 1:
+                    yield f"{client.order.id} has {count} replies in REPLIES"
+        if letters:
+            yield f"the DLQ has copies of what nobody has asked: {letters}"
+
+
+def _letters(client: Client) -> list[list[str]]:
+    """What the DLQ may have of a request that has ended in this way. Which one gives up first, client or fleet, is not said."""
+    order, code = client.order, _code(client.end)
+    if code == "poison":
+        return [["poison"]]
+    if order.bad:
+        return [["malformed"]] if code == REFUSALS[order.bad] else [[], ["malformed"], ["expired"]]
+    if code == "whole":
+        return [[]]
+    return [[], ["expired"], *([["poison"]] if order.poison else [])]
+
+
+def _code(end: Done | ErrorBody | None) -> str:
+    if end is None:
+        return "nothing"
+    return "whole" if isinstance(end, Done) else end.code

@@ -1,0 +1,82 @@
+"""The simulated engine of this world: it can be killed by what it reads, and of what it samples no two samplings are alike.
+
+`SimulatedEngine` draws token `i` of a reply from the prompt and `i` alone, so that a reply spliced from two samplings would look
+as if nothing had happened. Here a reply that hangs on state which dies with its worker is drawn anew for every claim. What was
+drawn is kept, so that the checkers can tell whether a client's reply is of one sampling.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import anyio
+
+from pipeline.config import Config
+from tests.simulation.plan import POISON
+from workers.engines.port import Prefilled
+from workers.engines.simulated.engine import SimulatedEngine, Work
+from workers.engines.simulated.model import Job
+from workers.engines.simulated.reply import Reply, Sampling, sampling_of
+from workers.engines.simulated.tier import Tier
+from workers.engines.simulated.words import tokenise
+
+Drawn = tuple[list[int], str]
+"""One sampling: the ids and the text of a whole reply."""
+
+_POISON: Final = tokenise(POISON)[0]
+
+
+def is_stateful(chat: Mapping[str, Any]) -> bool:
+    """Whether a reply hangs on more than its tokens, by what samplers are and not by what the product takes them for.
+
+    Penalties count the reply's own tokens, and a seed's stream has been used up to where it stands.
+    """
+    if any(chat.get(name) for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")):
+        return True
+    return chat.get("seed") is not None and chat.get("temperature") != 0
+
+
+def drawn(seed: int, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> Drawn:
+    """A whole reply, from its first token."""
+    reply = Reply(seed, array("I", prompt).tobytes(), (), sampling, max_tokens)
+    ids, text, finish = [], "", None
+    while finish is None:
+        token_id, new, finish = reply.next()
+        ids.append(token_id)
+        text += new
+    return ids, text
+
+
+class SimEngine(SimulatedEngine):
+    """One process's engine. `samplings` are those of stateful replies, by request; `killed` is called when it reads poison."""
+
+    def __init__(
+        self, config: Config, role: Work, tier: Tier, samplings: dict[str, list[Drawn]], killed: Callable[[], None]
+    ) -> None:
+        super().__init__(config, role, tier)
+        self._samplings = samplings
+        self._killed = killed
+
+    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+        """As the engine's. Of poison its process dies, and does nothing more."""
+        if _POISON in token_ids:
+            self._killed()
+            await anyio.sleep_forever()
+        return await super().prefill(key, token_ids, salt)
+
+    def _decode_job(
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any],
+        max_tokens: int,
+        delivered: Sequence[int],
+    ) -> Job:
+        job = super()._decode_job(key, token_ids, salt, chat, max_tokens, delivered)
+        if is_stateful(chat):
+            # A claim is a sampling: its id stands for the state of the sampler that began with it.
+            seed, sampling = int.from_bytes(key.encode(), "little"), sampling_of(chat)
+            job.reply = Reply(seed, array("I", token_ids).tobytes(), delivered, sampling, max_tokens)
+            self._samplings.setdefault(chat["id"], []).append(drawn(seed, token_ids, sampling, max_tokens))
+        return job

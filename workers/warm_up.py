@@ -1,0 +1,87 @@
+"""Prefixes ahead of demand, and what a prefill worker has served: what is asked on `prefill.<worker>`.
+
+When a creator's requests are to be spread over more workers, the new ones load its persona from LMCache before they get any of
+them: one worker that has served the creator says which tokens its prompts share, the others prefill those under the same salt.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from pipeline import outside
+from pipeline.bus.connection import Bus, Message
+from pipeline.bus.errors import BusError
+from pipeline.errors import ReplyError
+from pipeline.limits import SPILL_LOAD, WARM_UPS_WAITING_MAX
+from pipeline.protocol import subjects
+from pipeline.protocol.messages import (
+    ShardsServed,
+    WantPrefix,
+    WarmedUp,
+    WarmUp,
+    encode,
+    prefill_decoder,
+    unpack_ids,
+)
+from pipeline.protocol.prefixes import Prefixes
+from pipeline.telemetry import metrics
+from workers.engines.port import Engine
+
+_Asked = tuple[WarmUp, str]
+
+
+class WarmUps:
+    """One worker's answers. `load` is its own, 0…1: while it is high, requests come first."""
+
+    def __init__(
+        self, bus: Bus, engine: Engine, worker: str, load: Callable[[], float], served: Callable[[], ShardsServed]
+    ) -> None:
+        self.prefixes = Prefixes()
+        self._bus, self._engine, self._worker = bus, engine, worker
+        self._load, self._served = load, served
+        self._put: MemoryObjectSendStream[_Asked]
+        self._take: MemoryObjectReceiveStream[_Asked]
+        self._put, self._take = anyio.create_memory_object_stream(WARM_UPS_WAITING_MAX)
+
+    async def listen(self) -> None:
+        """Answer from now on."""
+        await self._bus.subscribe(subjects.prefill(self._worker), self._asked)
+
+    async def run(self) -> None:
+        """Warm up what is asked for, one after the other, until cancelled."""
+        with self._put, self._take:
+            async for warm_up, answer_at in self._take:
+                self._answer(answer_at, await self._warmed(warm_up))
+
+    def _asked(self, message: Message) -> None:
+        said = prefill_decoder.decode(message.data)
+        if isinstance(said, WantPrefix):
+            self._answer(message.reply, self.prefixes.of(said.creator))
+        elif isinstance(said, WarmUp):
+            self._queue(said, message.reply)
+        else:
+            self._answer(message.reply, self._served())
+
+    def _queue(self, warm_up: WarmUp, answer_at: str) -> None:
+        try:
+            self._put.send_nowait((warm_up, answer_at))
+        except anyio.WouldBlock:
+            self._answer(answer_at, WarmedUp("busy"))
+
+    async def _warmed(self, warm_up: WarmUp) -> WarmedUp:
+        if self._load() >= SPILL_LOAD:
+            return WarmedUp("busy")
+        prefix = warm_up.prefix
+        try:
+            done = await self._engine.prefill(f"warm-{outside.token(8)}", unpack_ids(prefix.ids), prefix.salt)
+        except ReplyError:
+            return WarmedUp("failed")
+        metrics.WARM_UPS.inc()
+        self.prefixes.seen(warm_up.creator, prefix.salt, prefix.ids)
+        return WarmedUp("warm", done.cached_tokens)
+
+    def _answer(self, subject: str, answer: object) -> None:
+        with contextlib.suppress(BusError):
+            self._bus.post(subject, encode(answer))
