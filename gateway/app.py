@@ -30,6 +30,7 @@ from gateway.ops import Ops
 from gateway.replies import Replies
 from gateway.routing import Routing
 from gateway.vigil import Vigil
+from gateway.warm import Warm
 from pipeline import outside
 from pipeline.bus.background import Background
 from pipeline.bus.connection import Bus
@@ -86,7 +87,8 @@ class Gateway:
         self.replies = Replies(bus, accuser, outside.monotonic_s)
         self.vigil = Vigil(bus, accuser, self.presences, self.replies, process)
         self.lookout = Lookout(self.presences, outside.monotonic_s)
-        self.routing = Routing(bus, self.presences, process, config.requests.shards, outside.monotonic_s)
+        self.warm = Warm(bus, self.presences, outside.monotonic_s)
+        self.routing = Routing(bus, self.presences, self.warm, process, config.requests.shards, outside.monotonic_s)
         self.chat = Chat(
             bus=bus,
             replies=self.replies,
@@ -143,7 +145,9 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         await gateway.listen()
         await announcer.start()
         await gateway.hear_the_fleet()
+        await gateway.warm.start()
         await gateway.routing.start()
+        warm = Background(gateway.warm.run(), "warm")
         routing = Background(gateway.routing.run(), "routing")
         watch = Background(gateway.vigil.run(), "vigil")
         try:
@@ -151,6 +155,8 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         finally:
             await watch.stop()
             await routing.stop()
+            await warm.stop()
+            await gateway.warm.stop()
             gateway.draining = True
             announcer.now()
             await announcer.stop()

@@ -14,12 +14,13 @@ RANKS_TOLD_MAX = 4
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A prefill worker for a shard: rank 0 owns it. `load` is 0…1, its own word."""
+    """A prefill worker for a shard: rank 0 owns it. `load` is 0…1, its own word; `warm`: it holds the creator's prefix."""
 
     worker: str
     rank: int
     load: float
     slots_free: int
+    warm: bool
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +51,13 @@ def explain(creator: str, routing: Routing, presences: Presences, clock: Callabl
             affinity=affinity,
             shard=shard.number,
             workers=[
-                Candidate(worker=worker, rank=rank, load=peers[worker].load, slots_free=peers[worker].slots_free)
+                Candidate(
+                    worker=worker,
+                    rank=rank,
+                    load=peers[worker].load,
+                    slots_free=peers[worker].slots_free,
+                    warm=routing.warm.is_warm(token, worker),
+                )
                 for rank, worker in enumerate(order[:RANKS_TOLD_MAX])
                 if worker in peers
             ],
@@ -81,9 +88,11 @@ def _of_way(way: Way) -> str:
         return f"Shard {way.shard}: no prefill worker is ready, so requests wait."
     owner, others = way.workers[0], way.workers[1:]
     if owner.load < SPILL_LOAD and owner.slots_free:
-        return f"Shard {way.shard}: {owner.worker} owns it, and takes them."
+        found = "where its prefix is warm" if owner.warm else "whose engine does not hold its prefix yet"
+        return f"Shard {way.shard}: {owner.worker} owns it, and takes them, {found}."
     spare = next((other for other in others if other.slots_free and other.load < SPILL_LOAD), None)
     busy = f"Shard {way.shard}: its owner {owner.worker} is at {owner.load:.0%}"
     if spare is None:
         return f"{busy}, and so are the next: whoever has a slot first takes them."
-    return f"{busy}, so they spill to {spare.worker}, which loads the prefix from LMCache."
+    found = "where the prefix is warm, too" if spare.warm else "which loads the prefix from LMCache"
+    return f"{busy}, so they spill to {spare.worker}, {found}."

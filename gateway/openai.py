@@ -27,6 +27,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 class Split(msgspec.Struct, frozen=True, kw_only=True):
     """Our extension of usage: how the work was divided, and between which workers."""
 
+    hbm_tokens: int
     decode_cached_tokens: int
     prefill_generated_tokens: int
     prefill: str
@@ -100,6 +101,7 @@ def usage_of(usage: Usage) -> UsageBody:
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
         headrace=Split(
+            hbm_tokens=usage.hbm_tokens,
             decode_cached_tokens=usage.decode_cached_tokens,
             prefill_generated_tokens=usage.prefill_generated_tokens,
             prefill=usage.prefill,

@@ -17,6 +17,7 @@ from typing import Final
 import anyio
 import msgspec
 
+from gateway.warm import Warm
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import ApiError, BusError
 from pipeline.bus.kv import Bucket
@@ -38,7 +39,10 @@ _read = msgspec.json.Decoder(Route).decode
 class Routing:
     """One gateway's view of the routes, and its part in making them."""
 
-    def __init__(self, bus: Bus, presences: Presences, process: str, shards: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, bus: Bus, presences: Presences, warm: Warm, process: str, shards: int, clock: Callable[[], float]
+    ) -> None:
+        self.warm = warm
         self.rates = Rates()
         self.balancer = Balancer()
         self.routes: dict[str, Route] = {}
@@ -49,6 +53,8 @@ class Routing:
         self._revisions: dict[str, int] = {}
         self._version = -1
         self._changed: set[str] = set()
+        self._were_warm: set[str] = set()
+        """Moved creators whose new owner has had their prefix."""
         self._wake = asyncio.Event()
         self._reload_s = float("-inf")
         self._unread = ""
@@ -155,7 +161,8 @@ class Routing:
             peer.id: Worker(weight=float(peer.slots), load=peer.load)
             for peer in self._presences.ready("prefill", now_s)
         }
-        for change in self.balancer.step(now_s, rates, total, self.routes, workers, self._shards):
+        changes = self.balancer.step(now_s, rates, total, self.routes, workers, self._shards)
+        for change in [*self._evicted(), *changes]:
             try:
                 await self._carry_out(change)
             except ApiError as error:
@@ -163,6 +170,16 @@ class Routing:
                 self._changed.add(change.creator)
             except BusError as error:
                 log.warning("route_unwritten", creator=change.creator, error=str(error))
+
+    def _evicted(self) -> list[Change]:
+        """Moved creators that are not warm any more where they were moved to: that was the reason to stay."""
+        moved = {creator for creator, route in self.routes.items() if route.reason == "moved"}
+        warm = {
+            creator for creator in moved if any(self.warm.is_warm(creator, owner) for owner in self.owners(creator))
+        }
+        lost = (self._were_warm & moved) - warm
+        self._were_warm = (self._were_warm & moved - lost) | warm
+        return [Change(creator, None) for creator in sorted(lost)]
 
     def _asked(self, now_s: float) -> tuple[dict[str, float], float]:
         """Requests a second by creator and in all, over all gateways."""

@@ -32,8 +32,7 @@ class Served:
         count.hbm_tokens += prefilled.hbm_tokens
         count.lmcache_tokens += prefilled.cached_tokens - prefilled.hbm_tokens
         count.computed_tokens += max(0, prompt_tokens - prefilled.cached_tokens)
-        as_ = "owner" if owned else "spill"
-        metrics.SHARD_SERVED.labels(klass=shard.klass, shard=shard.number, as_=as_).inc()
+        metrics.SERVED.labels(by="owner" if owned else "spill").inc()
 
     def rows(self) -> list[ShardServed]:
         """The shards of which anything was served."""

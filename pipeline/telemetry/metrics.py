@@ -25,6 +25,9 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "headrace_slots": {"state": ("busy", "free")},
     "headrace_prefill_tokens": {"source": ("hbm", "lmcache", "none")},
+    "headrace_served": {"by": ("owner", "spill")},
+    "headrace_routes": {"reason": ("hot", "moved")},
+    "headrace_route_changes": {"kind": ("hot", "moved", "dropped")},
     "headrace_deliveries": {"kind": ("first", "again", "surplus")},
     "headrace_dead_letters": {"reason": ("malformed", "poison", "exhausted", "expired", "terminated")},
     "headrace_decodes": {
@@ -153,10 +156,10 @@ DEAD_LETTERS: Final = Counter(
     "headrace_dead_letters", "Requests put into the DLQ, by reason.", ("reason",), registry=REGISTRY
 )
 
-SHARD_SERVED: Final = Counter(
-    "headrace_shard_served",
-    "Requests handed over, by shard, and whether this worker owns it or has served in its owner's place.",
-    ("klass", "shard", "as_"),
+SERVED: Final = Counter(
+    "headrace_served",
+    "Requests handed over by the owner of their shard, or by another in its place.",
+    ("by",),
     registry=REGISTRY,
 )
 

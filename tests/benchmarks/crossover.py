@@ -60,11 +60,13 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` prints. `crossover_tokens`: the first length from which prefill was faster, by medians; None: for none."""
+    """What `--json` prints. The first lengths from which, by medians, the first token came sooner through prefill, and the reply
+    beside had shorter gaps; None: at none."""
 
     rounds: int
     prefix_tokens: int
     crossover_tokens: int | None
+    gap_crossover_tokens: int | None
     lengths: list[Figures]
 
 
@@ -99,9 +101,19 @@ def run(rounds: int, lengths: list[int]) -> Report:
         )
         for length in lengths
     ]
-    slower = [of.uncached_tokens for of in figures if of.direct_p50_ms <= of.prefill_p50_ms]
-    pays = [length for length in lengths if length > max(slower, default=0)]
-    return Report(rounds=rounds, prefix_tokens=PREFIX_TOKENS, crossover_tokens=min(pays, default=None), lengths=figures)
+    return Report(
+        rounds=rounds,
+        prefix_tokens=PREFIX_TOKENS,
+        crossover_tokens=_from([(of.uncached_tokens, of.prefill_p50_ms < of.direct_p50_ms) for of in figures]),
+        gap_crossover_tokens=_from([(of.uncached_tokens, of.prefill_gap_ms < of.direct_gap_ms) for of in figures]),
+        lengths=figures,
+    )
+
+
+def _from(better: list[tuple[int, bool]]) -> int | None:
+    """The first length from which it stays true. None: it is not true at the last."""
+    last_not = max((length for length, is_better in better if not is_better), default=0)
+    return min((length for length, _ in better if length > last_not), default=None)
 
 
 class Beside:
@@ -213,9 +225,12 @@ def text(report: Report) -> str:
     """The report for people."""
     head = ["uncached tokens", *(f"{way} {what} ms" for what in ("p50", "min", "gap") for way in ("prefill", "direct"))]
     rows = [[round(figure) for figure in msgspec.structs.astuple(figures)] for figures in report.lengths]
-    pays = report.crossover_tokens
-    said = f"from {pays} uncached tokens on" if pays else "at no length"
-    return f"{table(head, rows)}\nThe first token came sooner through prefill {said}."
+    sooner, smoother = (
+        f"from {tokens} uncached tokens on" if tokens else "at no length"
+        for tokens in (report.crossover_tokens, report.gap_crossover_tokens)
+    )
+    said = f"Through prefill the first token came sooner {sooner}; the reply beside had shorter gaps {smoother}."
+    return f"{table(head, rows)}\n{said}"
 
 
 def main(

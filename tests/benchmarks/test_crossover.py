@@ -27,5 +27,6 @@ def test_prefill_pays_from_where_it_stays_faster(
     monkeypatch.setattr(crossover, "_measured", measured)
     report = crossover.run(2, LENGTHS)
     assert report.crossover_tokens == crossover_tokens
+    assert report.gap_crossover_tokens is None
     assert [figures.uncached_tokens for figures in report.lengths] == LENGTHS
-    assert str(crossover_tokens or "at no length") in crossover.text(report)
+    assert f"sooner {f'from {crossover_tokens} ' if crossover_tokens else 'at no length'}" in crossover.text(report)

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.explain import explain
 from gateway.routing import Routing
+from gateway.warm import Warm
 from pipeline.bus import streams
 from pipeline.bus.background import Background
 from pipeline.bus.connection import Bus, Message
@@ -74,7 +75,7 @@ async def routing(url: str, name: str, wants: Wants | None = None) -> AsyncItera
     for peer in (gateway("g1", rate=5.0, rates={"ada": 4.0}), gateway("g2"), prefill("p1"), prefill("p2")):
         presences.heard(peer, time.monotonic() + 60)
     async with await Bus.connect(url, name) as bus:
-        made = Routing(bus, presences, name, SHARDS, time.monotonic)
+        made = Routing(bus, presences, Warm(bus, presences, time.monotonic), name, SHARDS, time.monotonic)
         made.balancer = wants or Wants()
         await made.start()
         work = Background(made.run(), name)
@@ -184,6 +185,20 @@ async def test_a_route_does_not_wait_for_workers_that_do_not_answer(url: str) ->
 async def test_a_broker_without_the_bucket_leaves_all_to_the_hash(broker: NatsServer) -> None:
     async with routing(broker.url, "g1", Wants(Change("ada", HOT, ()))) as one:
         assert one.affinity("ada", "c") == "ada"
+
+
+async def test_a_moved_creator_that_is_evicted_where_it_was_moved_to_goes_back_to_its_hash(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, warm = Route(variants=(5,), reason="moved"), [False]
+    async with routing(url, "g1", Wants(Change("ada", moved, ()), Change("bob", HOT, ()))) as one:
+        monkeypatch.setattr(one.warm, "is_warm", lambda creator, worker: warm[0])
+        await eventually(lambda: one.routes == {"ada": moved, "bob": HOT})
+        assert one._evicted() == [], "it has not come there yet"
+        warm[0] = True
+        assert one._evicted() == []
+        warm[0] = False
+        await eventually(lambda: one.routes == {"bob": HOT})
 
 
 async def test_an_explanation_says_who_owns_the_shard_and_who_would_serve_in_its_place(url: str) -> None:

@@ -1,8 +1,10 @@
 """Placement: everybody computes the same order, shares follow capacity, and a change moves only its own share."""
 
+import random
+
 import pytest
 
-from pipeline.limits import PULL_RANK_MAX, SPILL_LOAD
+from pipeline.limits import PULL_RANK_MAX, SPILL_BACK_LOAD, SPILL_LOAD
 from pipeline.protocol import placement
 from pipeline.protocol.subjects import Shard
 
@@ -58,6 +60,30 @@ def test_load_is_the_scarcest_of_slots_tokens_and_blocks(busy: int, tokens: int,
     )
 
 
-def test_foreign_shards_are_served_below_the_spill_load() -> None:
-    assert placement.takes_foreign(SPILL_LOAD - 0.01)
-    assert not placement.takes_foreign(SPILL_LOAD)
+@pytest.mark.parametrize("spilling", [False, True])
+def test_a_worker_that_spills_goes_on_until_its_load_has_clearly_fallen(spilling: bool) -> None:
+    assert placement.spills(SPILL_LOAD, spilling)
+    assert not placement.spills(SPILL_BACK_LOAD, spilling)
+    assert placement.spills(0.8, spilling) == spilling
+
+
+def test_owners_are_kept_as_workers_come_go_and_change() -> None:
+    chance, workers = random.Random(1), {"a": 4.0}
+    owners = placement.Owners(64)
+    assert (len(owners), owners[0]) == (64, "")
+    for number in (*range(30), *range(30)):
+        if chance.random() < 0.6 or not workers:
+            workers[f"w{number}"] = float(chance.choice((2, 4)))
+        else:
+            workers.pop(chance.choice(list(workers)), None)
+        owners.update(workers)
+        best = [placement.order(Shard("batch", n), workers)[:1] for n in range(64)]
+        assert [owners[n] for n in range(64)] == [first[0] if first else "" for first in best]
+
+
+def test_of_equal_scores_the_smaller_id_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_scores", lambda worker, shards: [1.0] * shards)
+    for workers in (["a", "b"], ["b", "a"]):
+        owners = placement.Owners(4)
+        owners.update(dict.fromkeys(workers, 1.0))
+        assert owners[0] == "a"
