@@ -23,6 +23,7 @@ import typer
 
 from pipeline.bus.connection import Bus
 from pipeline.bus.kv import Bucket
+from pipeline.bus.puller import EXPIRES_S
 from pipeline.cli import client, http
 from pipeline.cli.bench import WORDS, percentile_ms
 from pipeline.cli.options import ConfigOption, configuration
@@ -66,19 +67,22 @@ class Stand:
     def __init__(self, gateway: str, bus: Bus, shards: int, persona_tokens: int) -> None:
         self._gateway, self._bus, self._shards, self._words = gateway, bus, shards, persona_tokens
 
+    async def settle(self) -> None:
+        """Return when pulls of the ranks of before, when fewer workers lived, have ended."""
+        await anyio.sleep(2 * EXPIRES_S)
+
     async def measure(self, creator: str) -> list[Sample]:
         """The three requests of one creator. Raises `AssertionError` where one of them went elsewhere than it should."""
         owner, other = await self.owners(creator)
         samples = [await self._ask("cold", creator, owner), await self._ask("hbm", creator, owner)]
-        async with anyio.create_task_group():
-            bucket, token = Bucket(self._bus, "routes"), subjects.token(creator)
-            route = Route(variants=(self._variant_of(token, other, (owner, other)),), reason="moved")
-            revision = await bucket.write(token, msgspec.json.encode(route))
-            with anyio.fail_after(FOLLOWED_S):
-                while (await self.owners(creator))[0] != other:
-                    await anyio.sleep(0.01)
-            samples.append(await self._ask("lmcache", creator, other))
-            await bucket.delete(token, revision)
+        bucket, token = Bucket(self._bus, "routes"), subjects.token(creator)
+        route = Route(variants=(self._variant_of(token, other, (owner, other)),), reason="moved")
+        revision = await bucket.write(token, msgspec.json.encode(route))
+        with anyio.fail_after(FOLLOWED_S):
+            while (await self.owners(creator))[0] != other:
+                await anyio.sleep(0.01)
+        samples.append(await self._ask("lmcache", creator, other))
+        await bucket.delete(token, revision)
         return samples
 
     async def owners(self, creator: str) -> tuple[str, str]:
@@ -156,6 +160,7 @@ async def _main(creators: int, persona_tokens: int, config: Any) -> list[Figures
     chosen, samples, run = configuration(config), list[Sample](), f"{time.time_ns():x}"
     async with await Bus.connect(chosen.nats.url, "bench-warmth") as bus:
         stand = Stand(client.gateway_url(None, chosen), bus, chosen.requests.shards, persona_tokens)
+        await stand.settle()
         for number in range(creators):
             samples += await stand.measure(f"warmth-{run}-{number}")
             print(f"{number + 1} of {creators}", file=sys.stderr, flush=True)

@@ -36,10 +36,11 @@ def chunks_of(tokens: int) -> int:
 async def test_a_worker_that_has_never_seen_a_creator_loads_its_persona_from_lmcache(running: Running) -> None:
     async with await Bus.connect(running.nats, "test") as bus:
         stand = Stand(running.gateway, bus, Requests().shards, PERSONA_TOKENS)
+        await stand.settle()
         cold, hbm, lmcache = await stand.measure("grace")
     assert cold.cached_tokens < CHUNK
     assert hbm.worker == cold.worker != lmcache.worker
-    assert lmcache.cached_tokens == hbm.cached_tokens >= chunks_of(PERSONA_TOKENS)
+    assert min(hbm.cached_tokens, lmcache.cached_tokens) >= chunks_of(PERSONA_TOKENS)
 
 
 async def test_when_the_owner_is_killed_the_other_serves_its_creators_warm(
@@ -60,7 +61,9 @@ async def test_when_the_owner_is_killed_the_other_serves_its_creators_warm(
         return reply.usage.model_dump()
 
     async with await Bus.connect(running.nats, "test") as bus:
-        owner, other = await Stand(running.gateway, bus, Requests().shards, 0).owners("hedy")
+        stand = Stand(running.gateway, bus, Requests().shards, 0)
+        await stand.settle()
+        owner, other = await stand.owners("hedy")
     cold, warm = ask("Who are you?"), ask("What is a frequency hop?")
     assert cold["headrace"]["prefill"] == warm["headrace"]["prefill"] == owner
     victim = running.pid(owner)
@@ -68,5 +71,6 @@ async def test_when_the_owner_is_killed_the_other_serves_its_creators_warm(
     elsewhere = await anyio.to_thread.run_sync(ask, "And what is a torpedo?")
     assert elsewhere["headrace"]["prefill"] == other
     cached = elsewhere["prompt_tokens_details"]["cached_tokens"]
-    assert cached == warm["prompt_tokens_details"]["cached_tokens"] > 256
+    assert min(cached, warm["prompt_tokens_details"]["cached_tokens"]) > 256
+    assert elsewhere["headrace"]["hbm_tokens"] == 0, "it came from LMCache"
     running.await_another(owner, than=victim)

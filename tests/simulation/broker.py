@@ -191,12 +191,14 @@ class SimBroker:
         if subject.startswith("$JS."):
             self._to_jetstream(link, what)
         elif (stream := self.js.stream_of(subject)) is not None:
+            # A stream is one more subscriber: others hear of a message too, also of one that the stream refuses.
+            self._hear(what)
             if self.ready and not self._lost(what):
                 self._store(stream.name, what)
             elif not self.ready:
                 self.no_responders(what)
-        else:
-            self._route(what)
+        elif not self._hear(what):
+            self.no_responders(what)
 
     def _to_jetstream(self, link: Link, what: Publish) -> None:
         if not self.ready:
@@ -245,13 +247,13 @@ class SimBroker:
 
     # ---- what goes down
 
-    def _route(self, what: Publish) -> None:
+    def _hear(self, what: Publish) -> bool:
+        """Whether anybody subscribes to it, who gets it now."""
         found = self.interest.of(what.subject)
-        if not found:
-            self.no_responders(what)
         message = Message(what.subject, what.reply, what.data, what.headers)
         for link, number in found:
             self._core(link, number, message)
+        return bool(found)
 
     def _core(self, link: Link, number: int, message: Message) -> None:
         """One core message to one subscriber, through the weather."""

@@ -30,6 +30,7 @@ from tests.simulation.jetstream import ACK
 from tests.simulation.loop import PROCESS, Process
 from tests.simulation.plan import Plan
 from tests.simulation.producers import Keeping, Subscriber
+from tests.simulation.restless import written
 from tests.simulation.story import Story
 from tests.simulation.streams import Stored
 from tests.simulation.wire import Link, Publish
@@ -316,6 +317,9 @@ class Checks(Watch):
             }
         if running.gateway is not None:
             left["open replies"] = len(running.gateway.replies)
+            left["routes that are not the bucket's"] = len(
+                running.gateway.routing.routes.items() ^ written(self._broker.js).items()
+            )
         if running.keeper is not None:
             left["items in work"] = running.keeper._busy
         return [f"{count} {what}" for what, count in left.items() if count]

@@ -70,12 +70,12 @@ class Client(ABC):
         elif self.end is not None:
             told("failed", f"{self.end.code}: {self.end.message}")
 
-    async def store(self, bus: Bus, addresses: dict[str, Any]) -> None:
-        """Publish the request. Raises `ReplyError`."""
+    async def store(self, bus: Bus, addresses: dict[str, Any], affinity: str = "") -> None:
+        """Publish the request, under its creator's own affinity unless another is given. Raises `ReplyError`."""
         order, token = self.order, subjects.token(self.order.creator)
         write = encode if order.encoding == "msgpack" else msgspec.json.encode
         await bus.store(
-            subjects.request_in(order.klass, token, token),
+            subjects.request_in(order.klass, affinity or token, token),
             write({**body(order), **addresses}),
             msg_id=order.id,
             timeout_s=min(PUBLISH_TIMEOUT_S, order.timeout_s / 2),
@@ -126,8 +126,9 @@ class HttpClient(Client):
         assert at.gateway is not None
         terms = at.gateway.terms
         addresses = {"reply_to": terms.reply_to, "claim_at": terms.claim_at, "receiver": terms.receiver}
+        affinity = at.gateway.routing.affinity(subjects.token(self.order.creator), self.order.id)
         try:
-            await self.store(at.gateway.bus, addresses)
+            await self.store(at.gateway.bus, addresses, affinity)
             at.gateway.replies.confirm(relay)
         except ReplyError as error:
             relay.finish(error.body())

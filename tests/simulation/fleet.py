@@ -23,6 +23,7 @@ from pipeline.protocol.presence import Presences
 from tests.simulation.broker import SimBroker
 from tests.simulation.engine import Drawn, SimEngine
 from tests.simulation.loop import Process, VirtualLoop
+from tests.simulation.restless import Restless
 from tests.simulation.wire import BROKER, SimBus
 from workers.decode import DecodeWorker
 from workers.engines.simulated.tier import LocalTier
@@ -215,15 +216,20 @@ class Fleet:
         async with await SimBus.connect("sim", running.process.name) as bus:
             running.bus = bus
             gateway = running.gateway = Gateway(self._config, bus, self._gateway_id(running.process))
+            gateway.routing.balancer = Restless(self._seed, running.process.name)
             self._begun(running)
             watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
             announcer = Announcer(bus, gateway.presence, ACCUSER_PERIOD_S)
             await watcher.start()
             await gateway.listen()
             await announcer.start()
+            await gateway.warm.start()
+            await gateway.routing.start()
             async with anyio.create_task_group() as tasks:
                 running.ready = True
                 tasks.start_soon(gateway.vigil.run)
+                tasks.start_soon(gateway.warm.run)
+                tasks.start_soon(gateway.routing.run)
                 await anyio.sleep_forever()
 
     async def _keeper(self, _: tuple[str, int], running: Running) -> None:

@@ -10,6 +10,7 @@ from pipeline.config import Config, Engine, LMCache, Requests, Simulated
 from pipeline.protocol.messages import Encoding
 
 SHARDS: Final = 2
+CREATORS: Final = ("c0", "c1", "c2", "c3")
 LOAD_S: Final = 1.6
 """All requests come within this time, and most faults strike then."""
 
@@ -260,7 +261,7 @@ def _order(number: int, gateways: int, chance: random.Random) -> Order:
         id=f"r{number:02d}",
         at_s=chance.uniform(0.0, LOAD_S),
         klass="batch" if chance.random() < 0.1 else "interactive",
-        creator=f"c{chance.randrange(4)}",
+        creator=CREATORS[chance.randrange(len(CREATORS))],
         question=" ".join(chance.choices(_WORDS, k=chance.randint(1, 8))),
         max_tokens=chance.choice((1, 3, 5, 8)),
         timeout_s=chance.uniform(0.05, 1.5) if 0.06 < drawn < 0.12 else TIMEOUT_S,
