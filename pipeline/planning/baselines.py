@@ -1,6 +1,7 @@
 """What Headrace is compared with: routers that push each request to one worker's queue, in order of arrival.
 
-They see more than real ones do: least-loaded knows every worker's true queue at every moment, and nobody pays for a broker.
+They see more than real ones do: there is one router, so least-loaded knows of every request that a worker has, and hears of each
+end a hop later. And nobody pays for a broker.
 """
 
 import itertools
@@ -94,7 +95,7 @@ class PureHash(Pushed):
 
 
 class LeastLoaded(Pushed):
-    """The worker with the fewest requests, known exactly; of equal ones, each in turn."""
+    """The worker with the fewest requests; of equal ones, each in turn."""
 
     def __init__(self, *, workers: int = source.PREFILL_WORKERS) -> None:
         super().__init__(workers=workers)

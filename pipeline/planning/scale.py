@@ -103,7 +103,7 @@ class Scale:
         self.hbm = self.lmcache = self.blocks = self.foreign = self.served = 0
         self.moved = self.moved_ideal = 0.0
         self.changed = 0
-        self._joined = 0
+        self._joined = self._changes = 0
         self._tier = Cache(source.LMCACHE_BLOCKS * workers / source.PREFILL_WORKERS / SCALED_BY)
         self._rates, self._balancer = Rates(), Balancer()
         for _ in range(workers):
@@ -182,7 +182,8 @@ class Scale:
         """By turns the oldest leaves and a new one joins. A change of one worker should move its own share of shards."""
         before = [self.owners[number] for number in range(len(self.owners))]
         share = 1.0 / len(self.workers)
-        if self._joined % 2 == len(self.workers) % 2:
+        self._changes += 1
+        if self._changes % 2:
             self._leave(next(iter(self.workers)))
         else:
             self._join()

@@ -1,9 +1,9 @@
 """Which prefill worker should serve which shard: no leader, no table, only arithmetic that everybody repeats.
 
 The order of the workers for a shard is rendezvous hashing, weighted by capacity: each worker has a score for the shard, the
-highest is its **owner** (rank 0), the next is who takes over when the owner is full or gone. A worker's rank is the priority of
-its pulls, so the broker hands a request to the best-ranked worker that has a free slot. When a worker comes or goes, only its
-own share moves.
+highest is its **owner** (rank 0), the next is who takes over when the owner is full or gone. A worker's rank makes the priority
+of its pulls (`slots.py`), so the broker hands a request to the owner where it has a free slot, else to one of the next. When a
+worker comes or goes, only its own share moves.
 
 Load is the worker's own truth: of slots, queued prompt tokens and KV blocks, whichever is scarcest.
 """

@@ -66,8 +66,8 @@ BUSY_LOAD: Final = 0.4
 IDLE_LOAD: Final = 0.15
 """Load of all workers below which exceptions are dropped: any owner alone could serve what they spread."""
 
-LOAD_MEMORY_S: Final = 5.0
-"""Loads are smoothed over this time: a worker's slots are full and empty within milliseconds."""
+LOAD_MEMORY_S: Final = 2.0
+"""Loads are smoothed over this time: a worker's slots are full and empty within milliseconds, but who is full may not wait."""
 
 NUMBERS_TRIED_PER_SHARD: Final = 8
 """Variant numbers tried, for each shard, to find one of a wanted owner: 1 of 3,000 owners of a single shard is missed."""
@@ -425,15 +425,18 @@ class Balancer:
         return changes
 
     def _move(self, picture: _Picture, now_s: float) -> Change | None:
-        """The heaviest creator of the fullest owner that the emptiest one can take without becoming the fuller of the two."""
+        """The heaviest creator of the fullest owner that the emptiest one can take: it stays clearly below what the other had,
+        and below where its own would be moved off.
+        """
         full = max(picture.fair, key=lambda worker: (picture.filled(worker), worker))
         empty = min(picture.fair, key=lambda worker: (picture.filled(worker), worker))
         if picture.filled(full) <= MOVE_ABOVE or self._loads[full] < BUSY_LOAD:
             return None
-        room = min(picture.demand[full] - picture.fair[full], picture.fair[empty] - picture.demand[empty])
+        most = min(MOVE_ABOVE, 0.75 * picture.filled(full) + 0.25 * picture.filled(empty))
         for creator in sorted(picture.share, key=lambda name: (-picture.share[name], name)):
             settled = creator not in self._moved_s and creator not in self._pending
-            if picture.share[creator] > room or not settled or picture.serving(creator) != [full]:
+            fits = picture.filled(empty, picture.share[creator]) <= most
+            if not fits or not settled or picture.serving(creator) != [full]:
                 continue
             number = picture.variants(creator, [empty], ()).get(empty)
             if number is None:

@@ -7,9 +7,9 @@ A standing pull is an open hand: the broker puts the next message of that shard 
   more arrive than there are slots, the surplus is held for `SURPLUS_HOLD_S`, in case a slot frees. Else it is given back, and
   its shard left alone for `SURPLUS_PAUSE_S`. (A pause for all surplus, also where a slot was found, let a hot shard wait for
   100 ms beside free slots.)
-* Shards with backlog share exactly the free slots, own ones first, in turn: backlog alone must cost no deliveries. What we know
-  of a backlog is old, since others work on it too: where a pull is not served at once, nothing is waiting, and its slot is free
-  for others.
+* Shards with backlog share exactly the free slots, mostly own ones first, in turn: backlog alone must cost no deliveries. What we
+  know of a backlog is old, since others work on it too: where a pull is not served at once, nothing is waiting, and its slot is
+  free for others.
 * Shards that another worker owns get one hand each; urgent classes and own shards come first.
 * A worker that spills (`placement.spills`) offers what it has left only at the last priorities, where nobody else has a slot:
 
@@ -43,6 +43,9 @@ RANK_MAX: Final = SPILLING_OWN - 1
 
 RANKS_ALIKE: Final = 3
 """Next ranks that share a priority: they are served in turn, so that each gets a part of what the owner spills."""
+
+OWN_TURNS: Final = 4
+"""One of so many pulls on a backlog is for a shard of somebody else's first, or it would starve while we have one of our own."""
 
 LOAD_STEPS: Final = 3
 """A worker steps back by one group of ranks for each third of its load: the least loaded of the next ranks comes first."""
@@ -128,6 +131,7 @@ class Slots:
         self.outstanding = 0
         """Pulls that stand at the broker."""
         self._scarcer = 0.0
+        self._shared = 1
         self._lanes: dict[Shard, _Lane] = {}
         self._own = _Lanes(max(1, ceil(capacity / 2)))
         self._others = _Lanes(1)
@@ -242,11 +246,13 @@ class Slots:
         """One pull each in turn, until every free slot has one."""
         left = self.free - self._own.pulls - self._others.pulls
         offers: list[Offer] = []
-        for lanes in (self._own, self._others):
+        mine_first = self._shared % OWN_TURNS > 0
+        for lanes in (self._own, self._others) if mine_first else (self._others, self._own):
             turn = [lane for lane, _ in zip(lanes.backlog.values(), range(left - len(offers)), strict=False)]
             for lane in turn:
                 lane.asked_s = now_s
                 offers.append(self._pull(lane, lane.outstanding - lane.low + 1, now_s))
+        self._shared += len(offers)
         return offers
 
     def _pull(self, lane: _Lane, hands: int, now_s: float) -> Offer:

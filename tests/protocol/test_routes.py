@@ -260,6 +260,9 @@ def test_where_no_variant_number_leads_to_an_owner_nothing_is_changed(monkeypatc
     numbers = [number for number in range(50) if owner(f"hot~{number}") == "p2"]
     gateway.routes["hot"] = Route((numbers[0], numbers[1]), "hot")
     assert gateway.steps(3, rates_of(0.12)) == []
+    apart = [next(number for number in range(50) if owner(f"hot~{number}") == worker) for worker in ("p1", "p2")]
+    gateway.routes["hot"] = Route(tuple(apart), "hot")
+    assert gateway.steps(3, rates_of(0.9)) == []
     assert Gateway().steps(3, crowded()) == []
 
 

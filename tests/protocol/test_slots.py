@@ -1,12 +1,17 @@
 """Slots: which pulls stand, told as short stories, and as a machine that no order of events can lead astray."""
 
+import time
+from collections.abc import Mapping
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline.limits import BACKLOG_UNSERVED_S, SPILL_LOAD, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
-from pipeline.protocol.slots import Offer, Slots
-from pipeline.protocol.subjects import Shard
+from pipeline.limits import BACKLOG_UNSERVED_S, SPILL_BACK_LOAD, SPILL_LOAD, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
+from pipeline.protocol import placement
+from pipeline.protocol.slots import SPILLING_OTHERS, SPILLING_OWN, Offer, Slots
+from pipeline.protocol.subjects import CLASSES, Shard
 
 OWN, ALSO, FOREIGN = Shard("interactive", 0), Shard("interactive", 1), Shard("interactive", 2)
 BATCH = Shard("batch", 0)
@@ -20,7 +25,7 @@ def slots(capacity: int = 4) -> Slots:
 
 def test_an_idle_worker_holds_half_its_slots_open_on_own_shards_and_one_on_others() -> None:
     made = Slots(4)
-    assert made.rank({OWN: 0, FOREIGN: 2}, 0.0) == [Offer(OWN, 2, 0), Offer(FOREIGN, 1, 2)]
+    assert made.rank({OWN: 0, FOREIGN: 4}, 0.0) == [Offer(OWN, 2, 0), Offer(FOREIGN, 1, 2)]
     assert made.outstanding == 3
     assert made.offers(0.0) == []
 
@@ -35,10 +40,90 @@ def test_a_pull_is_replaced_in_the_moment_that_its_message_comes() -> None:
     assert made.offers(0.0) == [Offer(OWN, 1, 0)]
 
 
-def test_over_the_spill_load_no_foreign_shard_is_served() -> None:
+@pytest.mark.parametrize(
+    ("rank", "load", "priority"),
+    [
+        (0, 0.0, 0),
+        (0, 0.8, 0),
+        (1, 0.0, 1),
+        (3, 0.0, 1),
+        (4, 0.0, 2),
+        (9, 0.0, 3),
+        (1, 0.5, 2),
+        (1, 0.7, 3),
+        (9, 0.7, 5),
+    ],
+)
+def test_near_ranks_come_first_and_of_them_the_least_loaded(rank: int, load: float, priority: int) -> None:
+    made = Slots(4)
+    made.load = load
+    assert [offer.priority for offer in made.rank({OWN: rank}, 0.0)] == [priority]
+
+
+def test_over_the_spill_load_what_is_left_is_offered_where_nobody_else_has_a_slot() -> None:
     made = Slots(4)
     made.load = SPILL_LOAD
-    assert made.rank({OWN: 0, FOREIGN: 1}, 0.0) == [Offer(OWN, 2, 0)]
+    assert made.rank({OWN: 0, FOREIGN: 1}, 0.0) == [Offer(OWN, 1, SPILLING_OWN), Offer(FOREIGN, 1, SPILLING_OTHERS)]
+    assert made.offers(0.0) == [], "a hand is a hand, as long as it spills"
+
+
+def test_a_worker_that_spills_no_more_puts_good_hands_beside_the_last_ones() -> None:
+    made = Slots(4)
+    made.load = SPILL_LOAD
+    made.rank({OWN: 0, FOREIGN: 1}, 0.0)
+    made.load = SPILL_BACK_LOAD + 0.01
+    assert made.offers(0.0) == [], "between the two loads nothing changes, so that it does not flap"
+    made.load = 0.0
+    assert made.offers(0.0) == [Offer(OWN, 2, 0), Offer(FOREIGN, 1, 1)]
+    made.load = SPILL_BACK_LOAD + 0.01
+    assert made.offers(0.0) == []
+    assert not made.spilling
+    made.load = 0.0
+    made.ended(OWN, 1)
+    assert made.offers(0.0) == [], "the one that ended is taken for the last one, which was not worth much"
+    made.ended(OWN, 1)
+    assert made.offers(0.0) == [Offer(OWN, 1, 0)]
+
+
+def test_a_spilling_worker_takes_up_its_own_backlog_first() -> None:
+    made = Slots(8)
+    made.rank({OWN: 0, FOREIGN: 1}, 0.0)
+    made.delivered("a", FOREIGN, 3, 0.0)
+    made.delivered("b", OWN, 3, 0.0)
+    made.ended(FOREIGN, 9)
+    made.delivered("c", FOREIGN, 3, 0.0)
+    made.load = 0.9
+    assert made.offers(0.0)[:2] == [Offer(OWN, 1, SPILLING_OWN), Offer(FOREIGN, 1, SPILLING_OTHERS)]
+
+
+def test_now_and_then_the_backlog_of_others_goes_first() -> None:
+    made = Slots(8)
+    made.rank({OWN: 0, FOREIGN: 1}, 0.0)
+    for key in "abcdefgh":
+        made.delivered(key, OWN if key < "e" else FOREIGN, 9, 0.0)
+    chosen = []
+    for number in range(8):
+        made.finished()
+        [offer] = made.offers(0.0)
+        chosen.append(offer.shard)
+        made.delivered(number, offer.shard, 9, 0.0)
+    assert chosen == [OWN, OWN, OWN, FOREIGN] * 2
+
+
+def test_the_slots_know_their_own_part_of_the_load() -> None:
+    made = Slots(4)
+    made.rank({OWN: 0}, 0.0)
+    for key in "abcd":
+        made.delivered(key, OWN, 0, 0.0)
+    made.load = 1.0
+    assert made.offers(0.0) == []
+    assert (made.load, made.spilling) == (1.0, True)
+    made.finished()
+    made.offers(0.0)
+    assert (made.load, made.spilling) == (0.75, False), "the worker has not weighed itself since, and need not"
+    made.load = 0.9
+    made.finished()
+    assert made.load == 0.9, "something else is scarcer"
 
 
 def test_a_full_worker_offers_nothing() -> None:
@@ -93,8 +178,44 @@ def test_a_surplus_message_is_given_back_and_its_shard_left_alone_for_a_moment()
     assert made.surplus(SURPLUS_HOLD_S / 2) == []
     assert made.surplus(SURPLUS_HOLD_S) == ["b"]
     made.finished()
-    assert ALSO not in [offer.shard for offer in made.offers(SURPLUS_PAUSE_S / 2)]
-    assert ALSO in [offer.shard for offer in made.offers(SURPLUS_PAUSE_S)]
+    assert ALSO not in [offer.shard for offer in made.offers(SURPLUS_HOLD_S + SURPLUS_PAUSE_S / 2)]
+    made.ended(ALSO, 0)
+    assert ALSO not in [offer.shard for offer in made.offers(SURPLUS_HOLD_S + SURPLUS_PAUSE_S / 2)]
+    assert ALSO in [offer.shard for offer in made.offers(SURPLUS_HOLD_S + SURPLUS_PAUSE_S)]
+
+
+def test_a_hot_shard_whose_surplus_has_found_a_slot_is_not_left_alone() -> None:
+    """It was, for 100 ms, and its requests waited in the queue beside free slots."""
+    made = slots(2)
+    for key in "abc":
+        made.delivered(key, OWN, 0, 0.0)
+    assert made.finished() == "c"
+    made.finished()
+    assert OWN in [offer.shard for offer in made.offers(0.001)]
+
+
+def test_a_shard_that_changes_hands_is_offered_at_its_new_rank() -> None:
+    made = slots()
+    assert made.rank({OWN: 0, ALSO: 0, FOREIGN: 1}, 0.0) == []
+    made.ended(OWN, 2)
+    assert made.rank({OWN: 1, ALSO: 0, FOREIGN: 0}, 0.0) == [Offer(FOREIGN, 1, 0), Offer(OWN, 1, 1)]
+
+
+def test_a_delivery_costs_the_same_with_hundreds_of_shards() -> None:
+    shards = [Shard(klass, number) for klass in CLASSES for number in range(256)]
+    made = Slots(16)
+    made.rank(placement.ranks("p0", shards, {f"p{number}": 16.0 for number in range(4)}), 0.0)
+    own = [shard for shard in shards if made._lanes[shard].rank == 0]
+    best_s = float("inf")
+    for lap in range(20):
+        began_s = time.perf_counter()
+        for number in range(100):
+            now_s = lap + number / 1000
+            made.delivered(number, own[(lap + number) % len(own)], 0, now_s)
+            made.offers(now_s)
+            made.finished()
+        best_s = min(best_s, (time.perf_counter() - began_s) / 100)
+    assert best_s < 30e-6
 
 
 def test_a_pull_that_ended_without_a_message_is_offered_again() -> None:
@@ -185,3 +306,163 @@ class SlotsMachine(RuleBasedStateMachine):
 
 TestSlots = SlotsMachine.TestCase
 TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class Sent:
+    """A message, since when it waits, and whether it has been held somewhere."""
+
+    def __init__(self, shard: Shard, at_s: float) -> None:
+        self.shard, self.at_s = shard, at_s
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """Slots of a whole fleet by ranks, on a broker without latency: nothing waits beside a free slot for long."""
+
+    names = ("p0", "p1", "p2", "p3")
+    shards = tuple(Shard(klass, number) for klass in CLASSES for number in range(5))
+
+    @initialize(capacity=st.integers(1, 8))
+    def begin(self, capacity: int) -> None:
+        self.now_s = 0.0
+        self.count = self.bounced = 0
+        self.slots: dict[str, Slots] = {}
+        self.capacity = capacity
+        self.waiting: dict[Shard, list[Sent]] = {shard: [] for shard in self.shards}
+        self.pulls: list[tuple[int, int, str, Shard, float]] = []
+        self.held: dict[tuple[str, int], Sent] = {}
+        self.running: dict[str, int] = {}
+        self.joins(name="p0")
+        self.joins(name="p1")
+
+    def weights(self) -> Mapping[str, float]:
+        return dict.fromkeys(self.slots, float(self.capacity))
+
+    def rank(self) -> None:
+        for name, slots in self.slots.items():
+            self.pull(name, slots.rank(placement.ranks(name, self.shards, self.weights()), self.now_s))
+
+    def pull(self, name: str, offers: list[Offer]) -> None:
+        for offer in offers:
+            for _ in range(offer.batch):
+                self.count += 1
+                self.pulls.append((offer.priority, self.count, name, offer.shard, self.now_s + 1.0))
+        self.serve()
+
+    def serve(self) -> None:
+        """Give each message to the best pull of its shard, until there is none."""
+        for shard in self.shards:
+            while self.waiting[shard] and (fit := [pull for pull in self.pulls if pull[3] == shard]):
+                best = min(fit)
+                self.pulls.remove(best)
+                sent = self.waiting[shard].pop(0)
+                self.count += 1
+                slots = self.slots[best[2]]
+                if slots.delivered(self.count, shard, len(self.waiting[shard]), self.now_s):
+                    self.running[best[2]] += 1
+                else:
+                    self.held[best[2], self.count] = sent
+                self.pull(best[2], slots.offers(self.now_s))
+
+    @rule(name=st.sampled_from(names))
+    def joins(self, name: str) -> None:
+        if name not in self.slots:
+            self.slots[name] = Slots(self.capacity)
+            self.running[name] = 0
+            self.rank()
+
+    @rule(name=st.sampled_from(names))
+    def dies(self, name: str) -> None:
+        """What it held comes back; what it ran ends with it, here."""
+        if name in self.slots and len(self.slots) > 1:
+            del self.slots[name], self.running[name]
+            self.pulls = [pull for pull in self.pulls if pull[2] != name]
+            for key in [key for key in self.held if key[0] == name]:
+                sent = self.held.pop(key)
+                self.waiting[sent.shard].insert(0, sent)
+            self.rank()
+
+    @rule(shard=st.sampled_from(shards), count=st.integers(1, 6))
+    def arrive(self, shard: Shard, count: int) -> None:
+        for _ in range(count):
+            self.waiting[shard].append(Sent(shard, self.now_s))
+            self.serve()
+
+    @rule(name=st.sampled_from(names))
+    def finishes(self, name: str) -> None:
+        if not self.running.get(name):
+            return
+        slots = self.slots[name]
+        self.running[name] -= 1
+        taken = slots.finished()
+        if taken is not None:
+            assert isinstance(taken, int)
+            del self.held[name, taken]
+            self.running[name] += 1
+        self.pull(name, slots.offers(self.now_s))
+
+    @rule(name=st.sampled_from(names), load=st.floats(0.0, 1.0))
+    def weighs(self, name: str, load: float) -> None:
+        if name in self.slots:
+            self.slots[name].load = load
+            self.pull(name, self.slots[name].offers(self.now_s))
+
+    @rule(ticks=st.integers(1, 30))
+    def time_passes(self, ticks: int) -> None:
+        for _ in range(ticks):
+            self.now_s += SURPLUS_HOLD_S / 2
+            self.expire()
+            for name, slots in self.slots.items():
+                for key in slots.surplus(self.now_s):
+                    assert isinstance(key, int)
+                    sent = self.held.pop((name, key))
+                    self.waiting[sent.shard].insert(0, sent)
+                    self.bounced += 1
+                self.serve()
+                self.pull(name, slots.offers(self.now_s))
+
+    def expire(self) -> None:
+        over = [pull for pull in self.pulls if pull[4] <= self.now_s]
+        self.pulls = [pull for pull in self.pulls if pull[4] > self.now_s]
+        for _, _, name, shard, _ in over:
+            self.slots[name].ended(shard, 1)
+
+    @rule()
+    def nothing_waits_beside_a_free_slot_once_pauses_are_over(self) -> None:
+        before = self.bounced
+        self.time_passes(ticks=int(2 * SURPLUS_PAUSE_S / SURPLUS_HOLD_S) + 10)
+        waits = self.held or any(self.waiting.values())
+        assert not waits or not any(slots.free for slots in self.slots.values())
+        self.time_passes(ticks=20)
+        assert not waits or self.bounced - before <= 2 * len(self.shards) * len(self.slots), (
+            "backlog costs no deliveries"
+        )
+
+    @invariant()
+    def slots_and_pulls_agree_with_the_broker(self) -> None:
+        for name, slots in self.slots.items():
+            assert 0 <= slots.busy == self.running[name] <= slots.capacity
+            assert slots.outstanding == sum(pull[2] == name for pull in self.pulls)
+            assert not slots.free or not any(key[0] == name for key in self.held)
+
+    @invariant()
+    def a_lane_lies_where_its_state_puts_it(self) -> None:
+        for slots in self.slots.values():
+            for lane in slots._lanes.values():
+                assert 0 <= lane.low <= lane.outstanding
+                assert lane.place is None or lane.place[lane.shard] is lane
+            for lanes in (slots._own, slots._others):
+                assert lanes.pulls == sum(lane.outstanding for lane in lanes.backlog.values())
+                assert all(lane.backlog for lane in lanes.backlog.values())
+
+    @invariant()
+    def hysteresis_holds_between_the_two_loads(self) -> None:
+        for slots in self.slots.values():
+            if slots.open:
+                was = slots.spilling
+                assert placement.spills(SPILL_LOAD, was)
+                assert not placement.spills(SPILL_BACK_LOAD, was)
+                assert placement.spills((SPILL_LOAD + SPILL_BACK_LOAD) / 2, was) == was
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
