@@ -1,7 +1,7 @@
 """What Headrace is compared with: routers that push each request to one worker's queue, in order of arrival.
 
 They see more than real ones do: there is one router, so least-loaded knows of every request that a worker has, and hears of each
-end a hop later. And nobody pays for a broker.
+end as soon as a message can say it.
 """
 
 import itertools
@@ -32,7 +32,7 @@ class Pushed(Fleet):
     def _arrive(self, request: Request) -> None:
         worker = self.choose(request)
         self._sent[worker] += 1
-        self.events.after(source.HOP_S, self._queued, self.engines[worker], request)
+        self.events.after(source.ROUTER_S, self._queued, self.engines[worker], request)
 
     def choose(self, request: Request) -> str:
         """The worker of a request."""
@@ -46,7 +46,7 @@ class Pushed(Fleet):
 
     def _done(self, served: Served) -> None:
         super()._done(served)
-        self.events.after(source.HOP_S, self._heard, served.worker)
+        self.events.after(source.ROUTER_S, self._heard, served.worker)
         if queue := self._queues[served.worker]:
             self.engines[served.worker].begin(queue.popleft())
 
