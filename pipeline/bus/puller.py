@@ -12,9 +12,9 @@ equal pulls in turn. So slots are counted by shard, and the broker's own words c
                                that has ended
     a new connection           ends everything, under a new inbox: under the old one the broker would serve old pulls again
 
-Pulls live for a second only, and need no heartbeat for it. A worker that stands still (paused, swapping, its host frozen) gets
-messages for as long as its pulls do, and each of them costs a lease: nobody has claimed it, so nobody can accuse. By the time
-that the first of them comes back, none of its pulls is left to take it again.
+Pulls live for half a second only, and need no heartbeat for it. A worker that stands still (paused, swapping, its host frozen)
+gets messages for as long as its pulls do, and each of them costs a lease: nobody has claimed it, so nobody can accuse. By the
+time that the first of them comes back, none of its pulls is left to take it again.
 
 Where the broker refuses (409, 503, …), the end is told 0.2 s later, so that offering again at once is not a storm.
 """
@@ -29,15 +29,16 @@ from pipeline import outside
 from pipeline.bus.background import Background, handler_failed
 from pipeline.bus.connection import Bus, Message, Subscription
 from pipeline.bus.errors import Disconnected
-from pipeline.limits import ACK_WAIT_S, PULL_RANK_MAX
+from pipeline.limits import PULL_RANK_MAX
 from pipeline.protocol.subjects import Shard, parse_stored
 from pipeline.telemetry import logs
 
 GROUP: Final = "pool"
 """The priority group of every shard's consumer, as in `configs/jetstream`."""
 
-EXPIRES_S: Final = ACK_WAIT_S
-"""A pull keeps the priority it was made with: after a change of ranks the old ones are gone within this time."""
+EXPIRES_S: Final = 0.5
+"""Half an `ACK_WAIT_S`, so that it is over before what it took can come back. A pull keeps the priority it was made with: after
+a change of ranks the old ones are gone within this time."""
 
 LATE_S: Final = 0.25
 """What the broker's word that a pull has expired may take to come."""
