@@ -12,7 +12,8 @@ import math
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Sequence
+from pathlib import Path
 from typing import Final
 
 import anyio
@@ -20,13 +21,17 @@ import uvicorn
 import uvloop
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
 from gateway.chat import Chat
+from gateway.door import KEEP_ALIVE_S, Door
 from gateway.errors import http_error, unforeseen
 from gateway.fleet import Lookout
 from gateway.intake import Terms
-from gateway.ops import Ops
+from gateway.keys import Guests
+from gateway.ops import Guard, Ops
 from gateway.replies import Replies
 from gateway.routing import Routing
 from gateway.vigil import Vigil
@@ -40,13 +45,12 @@ from pipeline.errors import CapacityError, OperatorError
 from pipeline.limits import ACCUSER_PERIOD_S, PRESENCE_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.admission import Admission
+from pipeline.protocol.keys import Keyring
 from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.shares import Bounds, Shares
 from pipeline.protocol.subjects import CLASSES
 from pipeline.telemetry import logs
-
-KEEP_ALIVE_S: Final = 65.0
-"""An idle connection is kept longer than common proxies keep theirs (60 s): then it is they who close, and no request is lost."""
 
 BACKLOG: Final = 2048
 """Connections that wait to be accepted: a burst of a full gateway."""
@@ -57,6 +61,12 @@ HEAR_PERIOD_S: Final = 0.02
 DRAIN_RATIO: Final = 0.4
 """Of `up.drain_s`: `headrace up` gives the gateway half of it, and streams must have ended, with an error if need be, before."""
 
+SECURITY_HEADERS: Final = [("x-content-type-options", "nosniff"), ("referrer-policy", "no-referrer")]
+"""On every response: no browser takes JSON for a page, or tells other sites where it was."""
+
+EXPOSED_HEADERS: Final = ("x-request-id", "x-should-retry", "retry-after", "retry-after-ms")
+"""What a page of another site may read of a response, where pages of that site may call."""
+
 STOPPING: Final = CapacityError("The gateway is stopping.", retry_after_s=1.0).body()
 
 log = logs.get("gateway")
@@ -65,7 +75,7 @@ log = logs.get("gateway")
 class Gateway:
     """One running gateway: what it knows and what it does, over one connection to NATS."""
 
-    def __init__(self, config: Config, bus: Bus, process: str) -> None:
+    def __init__(self, config: Config, bus: Bus, process: str, source: Path | None = None) -> None:
         inbox = bus.inbox()
         self.draining = False
         self.bus = bus
@@ -81,8 +91,17 @@ class Gateway:
             timeout_max_s={
                 klass: config.requests.timeout_max_s.get(klass, config.gateway.timeout_s) for klass in CLASSES
             },
+            default_max_tokens=config.requests.default_max_tokens,
         )
         self.admission = Admission(config.gateway.in_flight_max)
+        self.guests = Guests(
+            Keyring(config.gateway.keys),
+            Shares(bounds_of(config)),
+            self.presences,
+            process,
+            outside.monotonic_s,
+            source,
+        )
         accuser = Accuser(outside.monotonic_s())
         self.replies = Replies(bus, accuser, outside.monotonic_s)
         self.vigil = Vigil(bus, accuser, self.presences, self.replies, process)
@@ -93,12 +112,21 @@ class Gateway:
             bus=bus,
             replies=self.replies,
             admission=self.admission,
+            guests=self.guests,
             lookout=self.lookout,
             routing=self.routing,
             terms=self.terms,
             body_bytes_max=config.gateway.body_bytes_max,
+            body_timeout_s=config.gateway.body_timeout_s,
         )
-        self.ops = Ops(self.lookout, self.routing, self.presences, lambda: self.bus.connected, lambda: self.draining)
+        self.ops = Ops(
+            self.lookout,
+            self.routing,
+            self.presences,
+            Guard(self.guests, config.gateway.open_pages),
+            lambda: self.bus.connected,
+            lambda: self.draining,
+        )
 
     def routes(self) -> list[BaseRoute]:
         """All that it answers."""
@@ -115,6 +143,7 @@ class Gateway:
             load=self.admission.in_flight / self.admission.in_flight_max,
             rate=self.routing.total(),
             rates=self.routing.heaviest(),
+            keys=self.guests.shares.used(outside.monotonic_s()),
         )
 
     async def listen(self) -> None:
@@ -133,12 +162,21 @@ class Gateway:
                 await asyncio.sleep(HEAR_PERIOD_S)
 
 
+def bounds_of(config: Config) -> Bounds:
+    """What all requests, and those of one creator, may hold of this gateway."""
+    return Bounds(
+        bytes_max=config.gateway.in_flight_bytes_max,
+        creator_requests_max=config.gateway.creator_in_flight_max,
+        creator_bytes_max=config.gateway.creator_in_flight_bytes_max,
+    )
+
+
 @contextlib.asynccontextmanager
-async def running(config: Config) -> AsyncIterator[Gateway]:
+async def running(config: Config, source: Path | None = None) -> AsyncIterator[Gateway]:
     """A gateway that is connected and known. Raises `OperatorError` where NATS cannot be reached."""
     process = f"gateway-{outside.token(4)}"
     async with await Bus.connect(config.nats.url, process, config.nats.connect_timeout_s) as bus:
-        gateway = Gateway(config, bus, process)
+        gateway = Gateway(config, bus, process, source)
         watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
         announcer = Announcer(bus, gateway.presence, ACCUSER_PERIOD_S)
         await watcher.start()
@@ -150,9 +188,11 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
         warm = Background(gateway.warm.run(), "warm")
         routing = Background(gateway.routing.run(), "routing")
         watch = Background(gateway.vigil.run(), "vigil")
+        keys = Background(gateway.guests.run(), "keys")
         try:
             yield gateway
         finally:
+            await keys.stop()
             await watch.stop()
             await routing.stop()
             await warm.stop()
@@ -163,29 +203,51 @@ async def running(config: Config) -> AsyncIterator[Gateway]:
             await watcher.stop()
 
 
-def create_app(config: Config) -> Starlette:
-    """The application. Its lifespan connects it to NATS; `app.state.gateway` is the running gateway."""
+def create_app(config: Config, source: Path | None = None) -> Starlette:
+    """The application. Its lifespan connects it to NATS; `app.state.gateway` is the running gateway.
+
+    `source` is the file of `config`, whose keys are followed.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with running(config) as gateway:
+        async with running(config, source) as gateway:
             app.state.gateway = gateway
             app.router.routes[:] = gateway.routes()
             yield
 
-    return Starlette(lifespan=lifespan, exception_handlers={HTTPException: http_error, Exception: unforeseen})
+    return Starlette(
+        lifespan=lifespan,
+        middleware=_cross_origin(config.gateway.cors_origins),
+        exception_handlers={HTTPException: http_error, Exception: unforeseen},
+    )
 
 
-def serve(config: Config) -> None:
-    """Serve until SIGINT or SIGTERM, then let open replies end. Raises `OperatorError`."""
+def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """Nothing at all where no site may call: then a browser refuses for us."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=EXPOSED_HEADERS,
+        )
+    ]
+
+
+def serve(config: Config, source: Path | None = None) -> None:
+    """Serve until SIGINT or SIGTERM, then let open replies end. Raises `OperatorError`. `source`: see `create_app`."""
     listening = listen_on(config.gateway.host, config.gateway.port)
     with listening as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_on(sock, config))
+        runner.run(serve_on(sock, config, source))
 
 
-async def serve_on(sock: socket.socket, config: Config) -> None:
+async def serve_on(sock: socket.socket, config: Config, source: Path | None = None) -> None:
     """Serve on a listening socket."""
-    app = create_app(config)
+    app = create_app(config, source)
     # We enter the lifespan ourselves: uvicorn would turn a set-up that cannot work into a traceback.
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
@@ -216,13 +278,14 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=Door,
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
+                headers=SECURITY_HEADERS,
                 backlog=BACKLOG,
                 timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
                 timeout_graceful_shutdown=math.ceil(drain_s) + 1,

@@ -13,19 +13,23 @@ from typing import Final
 from uuid import uuid4
 
 import msgspec
+import structlog
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import errors, intake, openai, sse
 from gateway.fleet import Lookout
 from gateway.intake import Order, Terms
+from gateway.keys import Guests
 from gateway.replies import Replies, Reply
 from gateway.routing import Routing
 from pipeline import outside
 from pipeline.bus.connection import Bus
-from pipeline.errors import CapacityError, ErrorBody, ReplyError, ServiceError
+from pipeline.errors import CapacityError, ErrorBody, ReplyError, ServiceError, TooSlow
 from pipeline.protocol import subjects
 from pipeline.protocol.admission import Admission
+from pipeline.protocol.keys import Key
 from pipeline.protocol.messages import Done
+from pipeline.protocol.shares import Place
 from pipeline.telemetry import logs, metrics
 
 PUBLISH_TIMEOUT_S: Final = 5.0
@@ -56,18 +60,22 @@ class Chat:
         bus: Bus,
         replies: Replies,
         admission: Admission,
+        guests: Guests,
         lookout: Lookout,
         routing: Routing,
         terms: Terms,
         body_bytes_max: int,
+        body_timeout_s: float,
     ) -> None:
         self._bus = bus
         self._routing = routing
         self._replies = replies
         self._admission = admission
+        self._guests = guests
         self._lookout = lookout
         self._terms = terms
         self._body_bytes_max = body_bytes_max
+        self._body_timeout_s = body_timeout_s
         self._clock: Callable[[], float] = outside.monotonic_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,29 +83,58 @@ class Chat:
         asked_s = self._clock()
         headers = dict(scope["headers"])
         request = uuid4().hex
-        out = Outgoing(send, intake.echoed_id(headers, request))
+        request_id = intake.request_id_of(headers) or request
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        out = Outgoing(send, request_id.encode())
         try:
-            order = await self._accept(request, headers, receive)
+            order, place = await self._accept(request, headers, receive)
         except ReplyError as error:
+            _count_refusal(error.code)
             _count(outcome(error.body()), headers)
             await out.fail(error.body())
         except ClientLeft:
             _count("cancelled", headers)
         else:
-            await self._serve(order, asked_s, receive, out)
+            await self._serve(order, place, asked_s, receive, out)
 
-    async def _accept(self, request: str, headers: intake.Headers, receive: Receive) -> Order:
-        """Read and check a request, and take a place for it."""
-        body = await read_body(headers, receive, self._body_bytes_max)
-        order = intake.take(request, headers, body, self._terms)
+    async def _accept(self, request: str, headers: intake.Headers, receive: Receive) -> tuple[Order, Place]:
+        """Read and check a request, and take a place for it. What can be refused by its head is, before its body is read."""
+        intake.check_encoding(headers)
+        key = self._guests.who(headers)
+        self._admission.look_in(self._clock())
+        place = self._guests.place(key)
+        try:
+            body = await self._read(headers, receive, place)
+            order = intake.take(request, headers, body, self._terms, key or intake.OPEN)
+            self._enter(order, key or intake.OPEN, place)
+        except BaseException:
+            place.leave(self._clock())
+            raise
+        return order, place
+
+    async def _read(self, headers: intake.Headers, receive: Receive, place: Place) -> bytes:
+        """The body, whose bytes are counted as they come."""
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await read_body(
+                    headers, receive, self._body_bytes_max, lambda size: place.grow(size, self._clock())
+                )
+        except TimeoutError:
+            raise TooSlow(f"The body has not come within {self._body_timeout_s:g} s.") from None
+
+    def _enter(self, order: Order, key: Key, place: Place) -> None:
+        """Let a request in that is well-formed, or raise why not."""
         fleet = self._lookout.fleet()
         order.model = fleet.choose(order.model)
+        if order.model:
+            key.check_model(order.model)
+        now_s = self._clock()
+        place.enter(order.creator, now_s)
         self._admission.enter(
-            fleet.prefill, fleet.decode, self._clock(), saturated=fleet.slots_free == 0, timeout_s=order.timeout_s
+            fleet.prefill, fleet.decode, now_s, saturated=fleet.slots_free == 0, timeout_s=order.timeout_s
         )
-        return order
 
-    async def _serve(self, order: Order, asked_s: float, receive: Receive, out: "Outgoing") -> None:
+    async def _serve(self, order: Order, place: Place, asked_s: float, receive: Receive, out: "Outgoing") -> None:
         """From admission to the end: whatever happens, the reply is closed and the place is free again."""
         reply = self._replies.open(order.id, asked_s, order.timeout_s)
         metrics.IN_FLIGHT.inc()
@@ -109,6 +146,7 @@ class Chat:
         finally:
             self._replies.close(reply)
             whole = isinstance(reply.end, Done)
+            place.leave(self._clock(), drained=reply.published)
             self._admission.leave(self._clock(), drained=reply.published, served=whole)
             metrics.IN_FLIGHT.dec()
             _count_end(order, reply, self._clock() - asked_s)
@@ -136,7 +174,7 @@ class Chat:
         try:
             affinity = self._routing.affinity(order.creator, order.conversation)
             subject = subjects.request_in(order.klass, affinity, order.creator)
-            await self._bus.store(subject, payload, msg_id=order.id, timeout_s=timeout_s)
+            await self._bus.store(subject, payload, msg_id=order.id, timeout_s=timeout_s, headers=order.trace)
             self._replies.confirm(reply)
         except CapacityError as error:
             wait_s = error.retry_after_s or self._admission.wait_s(self._clock())
@@ -205,8 +243,8 @@ async def whole(order: Order, reply: Reply, out: Outgoing) -> None:
         await out.whole(200, [(b"content-type", b"application/json")], body)
 
 
-async def read_body(headers: intake.Headers, receive: Receive, bytes_max: int) -> bytes:
-    """The request's body. Raises `BodyTooLarge` as soon as it is known to be, and `ClientLeft`."""
+async def read_body(headers: intake.Headers, receive: Receive, bytes_max: int, count: Callable[[int], None]) -> bytes:
+    """The request's body; `count` is told of its pieces. Raises `BodyTooLarge` as soon as it is known to be, and `ClientLeft`."""
     if intake.declared_too_large(headers, bytes_max):
         raise intake.too_large(bytes_max)
     parts: list[bytes] = []
@@ -219,6 +257,7 @@ async def read_body(headers: intake.Headers, receive: Receive, bytes_max: int) -
         size += len(parts[-1])
         if size > bytes_max:
             raise intake.too_large(bytes_max)
+        count(len(parts[-1]))
         more = message.get("more_body", False)
     return b"".join(parts)
 
@@ -251,9 +290,19 @@ def _count(word: str, headers: intake.Headers) -> None:
     metrics.REQUESTS.labels(outcome=word, klass=klass).inc()
 
 
+def _count_refusal(code: str) -> None:
+    """Why: only of what an operator's bounds and keys decide."""
+    if code in metrics.LABELS["headrace_refusals"]["reason"]:
+        metrics.REFUSALS.labels(reason=code).inc()
+
+
 def _count_end(order: Order, reply: Reply, took_s: float) -> None:
     end = reply.end if reply.delivered else None
-    metrics.REQUESTS.labels(outcome=outcome(end), klass=order.klass).inc()
+    word = outcome(end)
+    metrics.REQUESTS.labels(outcome=word, klass=order.klass).inc()
+    log.debug("ended", request=order.id, outcome=word, took_ms=round(1000 * took_s))
+    if isinstance(end, ErrorBody):
+        _count_refusal(end.code)
     if isinstance(end, ErrorBody) and end.status >= 500:
         log.warning("reply_failed", request=order.id, code=end.code)
     if isinstance(end, Done):

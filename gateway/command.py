@@ -29,9 +29,11 @@ def gateway(
     import msgspec
 
     from gateway.app import serve
+    from pipeline.paths import LOCAL_CONFIG, require
     from pipeline.telemetry import logs
 
     logs.configure("gateway")
-    chosen = configuration(config)
+    source = config or require(LOCAL_CONFIG)
+    chosen = configuration(source)
     given = {name: value for name, value in (("port", port), ("host", host)) if value is not None}
-    serve(msgspec.structs.replace(chosen, gateway=msgspec.structs.replace(chosen.gateway, **given)))
+    serve(msgspec.structs.replace(chosen, gateway=msgspec.structs.replace(chosen.gateway, **given)), source)

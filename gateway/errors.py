@@ -13,31 +13,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipeline.errors import ErrorBody, ServiceError
+from pipeline.protocol.openai import ErrorDetail, ErrorReply
 
 Headers = list[tuple[bytes, bytes]]
 
 _json = msgspec.json.Encoder().encode
 
 
-class _Error(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class _Envelope(msgspec.Struct, frozen=True):
-    error: _Error
-
-
 def error_object(error: ErrorBody) -> bytes:
     """`{"error": {…}}`, as a body and as an event of a stream."""
-    return _json(_Envelope(_Error(error.message, error.type, error.param, error.code)))
+    return _json(ErrorReply(ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code)))
 
 
 def status_of(error: ErrorBody) -> int:
     """Its HTTP status. An error that calls itself no error (a worker said so) is ours."""
     return error.status if 400 <= error.status <= 599 else 500
+
+
+def phrase_of(status: int) -> str:
+    """What HTTP calls a status."""
+    return HTTPStatus(status).phrase
 
 
 def headers_of(error: ErrorBody) -> Headers:
@@ -49,6 +44,10 @@ def headers_of(error: ErrorBody) -> Headers:
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % math.ceil(error.retry_after_s)))
         headers.append((b"retry-after-ms", b"%d" % math.ceil(error.retry_after_s * 1000)))
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if error.status == HTTPStatus.REQUEST_TIMEOUT:
+        headers.append((b"connection", b"close"))  # what is left of the body would be read as the next request
     return headers
 
 

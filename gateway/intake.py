@@ -3,15 +3,18 @@
 Nothing of a client reaches a subject unencoded, and what is ours (ids, reply subjects, cache salts) cannot be set from outside.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
-from pipeline.errors import BodyTooLarge, InvalidField
-from pipeline.limits import REQUEST_ID_BYTES_MAX
-from pipeline.protocol import subjects
+from pipeline.errors import BodyEncoded, BodyTooLarge, InvalidField
+from pipeline.limits import REQUEST_ID_BYTES_MAX, TRACE_STATE_BYTES_MAX
+from pipeline.protocol import by_reference, subjects
+from pipeline.protocol.by_reference import Reference
 from pipeline.protocol.chat import RESERVED, Chat, to_chat, to_map
+from pipeline.protocol.keys import Key
 from pipeline.protocol.messages import encode, encoding_of
 
 Headers = Mapping[bytes, bytes]
@@ -22,11 +25,20 @@ _DIGITS_MAX: Final = 9
 
 _PRINTABLE: Final = frozenset(range(0x20, 0x7F))
 
+_TRACE_PARENT: Final = re.compile(
+    rb"(?!ff)([0-9a-f]{2})(-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2})(-.*)?"
+)
+"""W3C Trace Context: version, trace, span, flags. What later versions may add is left out, as they ask for."""
+
+OPEN: Final = Key(name="-", sha256="0" * 64, tenant="*")
+"""Everybody's, where no key is needed: it may do anything."""
+
 
 class Order(msgspec.Struct, kw_only=True):
     """One request, checked. `payload` is the envelope as it will lie in REQUESTS. `creator` is its subject token.
 
     `conversation` keeps its turns together where a creator's are spread. `model` is what the client asked for, then what it gets.
+    `trace` are headers for the stored message.
     """
 
     id: str
@@ -38,6 +50,7 @@ class Order(msgspec.Struct, kw_only=True):
     stream: bool
     include_usage: bool
     timeout_s: float
+    trace: dict[str, str]
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +62,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     default_creator: str
     timeout_s: float
     timeout_max_s: Mapping[str, float]
+    default_max_tokens: int | None = None
 
 
 def declared_too_large(headers: Headers, bytes_max: int) -> bool:
@@ -62,11 +76,31 @@ def too_large(bytes_max: int) -> BodyTooLarge:
     return BodyTooLarge(f"The body is larger than {bytes_max} bytes.")
 
 
-def echoed_id(headers: Headers, ours: str) -> bytes:
-    """The `x-request-id` of the response: the client's own where it is fit to print, else ours."""
+def check_encoding(headers: Headers) -> None:
+    """Raise `BodyEncoded` for a body that would have to be unpacked: a small one could become any size."""
+    encoding = headers.get(b"content-encoding", b"identity").strip().lower()
+    if encoding not in (b"", b"identity"):
+        name = encoding.decode("latin-1")
+        raise BodyEncoded(f"The body is encoded as {name!r}: send it as it is.", param="content-encoding")
+
+
+def request_id_of(headers: Headers) -> str | None:
+    """The client's own name for its request, `x-request-id`, where it is fit to print."""
     theirs = headers.get(b"x-request-id", b"")
     fit = 0 < len(theirs) <= REQUEST_ID_BYTES_MAX and _PRINTABLE.issuperset(theirs)
-    return theirs if fit else ours.encode()
+    return theirs.decode("ascii") if fit else None
+
+
+def trace_of(headers: Headers) -> dict[str, str]:
+    """The client's trace context, as headers for the stored message. One that is not valid starts nothing here."""
+    parent = _TRACE_PARENT.fullmatch(headers.get(b"traceparent", b""))
+    if parent is None or (parent[1] == b"00" and parent[3] is not None):
+        return {}
+    trace = {"traceparent": f"00{parent[2].decode()}"}
+    state = headers.get(b"tracestate", b"")
+    if 0 < len(state) <= TRACE_STATE_BYTES_MAX and _PRINTABLE.issuperset(state):
+        trace["tracestate"] = state.decode("ascii")
+    return trace
 
 
 def class_of(headers: Headers) -> str:
@@ -102,9 +136,22 @@ def conversation_of(headers: Headers, cache_key: str | None, request: str) -> st
     return _text(headers.get(b"x-conversation-id", b"")) or cache_key or request
 
 
-def take(request: str, headers: Headers, body: bytes, terms: Terms) -> Order:
-    """Check everything that can be checked without a tokeniser, and write the envelope."""
+def referred_creator(headers: Headers, reference: Reference, default: str) -> str:
+    """Whose persona a request by reference names. Raises `InvalidField` where its header says that it is another's."""
+    named = reference.creator or default
+    said = _text(headers.get(b"x-creator-id", b""))
+    if said and said != named:
+        raise InvalidField(
+            f"{reference.names.persona} is {named!r}, but x-creator-id is {said!r}: name one creator, or leave the header out.",
+            param=reference.names.persona,
+        )
+    return named
+
+
+def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = OPEN) -> Order:
+    """Check everything that can be checked without a tokeniser and the fleet, and write the envelope."""
     klass = class_of(headers)
+    key.check_class(klass)
     timeout_s = timeout_of(headers, klass, terms)
     if encoding_of(body) != "json":
         raise InvalidField("The body must be JSON, in UTF-8.")
@@ -112,8 +159,16 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms) -> Order:
         tree = to_map(body)
         chat = to_chat(tree, Chat)
         theirs = {name: value for name, value in tree.items() if name not in RESERVED}
-        if tenant := _text(headers.get(b"x-tenant-id", b"")):
+        creator = creator_of(headers, chat.user, terms.default_creator)
+        reference = by_reference.read(theirs)
+        if reference is not None:
+            creator = referred_creator(headers, reference, creator)
+        key.check_creator(creator)
+        _bound_reply(theirs, chat, key, terms.default_max_tokens)
+        if tenant := key.tenant_for(_text(headers.get(b"x-tenant-id", b""))):
             theirs["tenant"] = tenant
+        if request_id := request_id_of(headers):
+            theirs["request_id"] = request_id
         payload = _envelope(request, timeout_s, terms, theirs)
     except RecursionError:
         raise InvalidField("The body is nested too deeply.") from None
@@ -122,14 +177,23 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms) -> Order:
     return Order(
         id=request,
         klass=klass,
-        creator=subjects.token(creator_of(headers, chat.user, terms.default_creator)),
-        conversation=conversation_of(headers, chat.prompt_cache_key, request),
+        creator=subjects.token(creator),
+        conversation=(reference.conversation if reference is not None else None)
+        or conversation_of(headers, chat.prompt_cache_key, request),
         payload=payload,
         model=chat.model or "",
         stream=bool(chat.stream),
         include_usage=_wants_usage(chat),
         timeout_s=timeout_s,
+        trace=trace_of(headers),
     )
+
+
+def _bound_reply(fields: dict[str, object], chat: Chat, key: Key, default: int | None) -> None:
+    """Write down the reply's length where the client sets none and its key bounds it."""
+    key.check_tokens(chat.reply_tokens_max)
+    if key.reply_tokens_max is not None and chat.reply_tokens_max is None:
+        fields["max_tokens"] = min(default or key.reply_tokens_max, key.reply_tokens_max)
 
 
 def _wants_usage(chat: Chat) -> bool:

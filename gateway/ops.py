@@ -1,33 +1,28 @@
 """What operators and clients ask beside chat: is it alive, does it serve, what does it serve, how does it do."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway import openai
 from gateway.errors import refusal
 from gateway.explain import explain
 from gateway.fleet import Fleet, Lookout
+from gateway.keys import Guests
+from gateway.openai import model_card
+from gateway.playground import playground
 from gateway.routing import Routing
-from pipeline import outside
-from pipeline.errors import ModelNotFound
+from pipeline import asyncapi, openapi, outside
+from pipeline.errors import KeyUnknown, ModelNotFound
+from pipeline.protocol.keys import Key
+from pipeline.protocol.openai import ModelList, Readiness
 from pipeline.protocol.presence import Presences
 from pipeline.telemetry import metrics
 
 _json = msgspec.json.Encoder().encode
-
-
-class Readiness(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `/ready`. `reasons` says what is missing, and is empty where nothing is."""
-
-    ready: bool
-    reasons: list[str]
-    prefill: int
-    decode: int
 
 
 def readiness(fleet: Fleet, *, connected: bool, draining: bool) -> Readiness:
@@ -39,6 +34,35 @@ def readiness(fleet: Fleet, *, connected: bool, draining: bool) -> Readiness:
     return Readiness(ready=not reasons, reasons=reasons, prefill=fleet.prefill, decode=fleet.decode)
 
 
+Page = Callable[[Request], Awaitable[Response]]
+
+
+class Guard:
+    """Which pages need a key, where there are keys. `/health` and `/ready` never do: who asks them has none to give."""
+
+    def __init__(self, guests: Guests, open_pages: Collection[str]) -> None:
+        self._guests = guests
+        self._open = open_pages
+
+    def who(self, request: Request) -> Key | None:
+        """Whose key a request has. Raises `KeyUnknown`."""
+        return self._guests.who(dict(request.scope["headers"]))
+
+    def over(self, path: str, page: Page) -> Page:
+        """The page, for those who have a key, unless the operator has opened it."""
+        if path in self._open:
+            return page
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self.who(request)
+            except KeyUnknown as error:
+                return refusal(error.body())
+            return await page(request)
+
+        return guarded
+
+
 class Ops:
     """The endpoints. `connected` and `draining` are asked at each request."""
 
@@ -47,12 +71,14 @@ class Ops:
         lookout: Lookout,
         routing: Routing,
         presences: Presences,
+        guard: Guard,
         connected: Callable[[], bool],
         draining: Callable[[], bool],
     ) -> None:
         self._lookout = lookout
         self._routing = routing
         self._presences = presences
+        self._guard = guard
         self._connected = connected
         self._draining = draining
         self._since = int(time.time())
@@ -62,10 +88,13 @@ class Ops:
         return [
             Route("/health", self.health),
             Route("/ready", self.ready),
-            Route("/metrics", self.metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model:path}", self.model),
-            Route("/v1/routes/{creator:path}", self.route),
+            Route("/", playground),
+            Route("/openapi.json", self.openapi),
+            Route("/asyncapi.json", self.asyncapi),
+            Route("/metrics", self._guard.over("/metrics", self.metrics)),
+            Route("/v1/models", self._guard.over("/v1/models", self.models)),
+            Route("/v1/models/{model:path}", self._guard.over("/v1/models", self.model)),
+            Route("/v1/routes/{creator:path}", self._guard.over("/v1/routes", self.route)),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -82,19 +111,32 @@ class Ops:
         body, content_type = metrics.render()
         return Response(body, headers={"content-type": content_type})
 
+    async def openapi(self, request: Request) -> Response:
+        """What is served here."""
+        return Response(openapi.document(), media_type="application/json")
+
+    async def asyncapi(self, request: Request) -> Response:
+        """What producers may say over NATS."""
+        return Response(asyncapi.document(), media_type="application/json")
+
     async def models(self, request: Request) -> Response:
-        """What ready workers serve."""
-        served = self._lookout.fleet().models
-        cards = [openai.model_card(model, length, self._since) for model, length in served.items()]
-        return _json_response(openai.ModelList(data=cards))
+        """What ready workers serve, as far as the key may use it."""
+        served = self._served(request)
+        cards = [model_card(model, length, self._since) for model, length in served.items()]
+        return _json_response(ModelList(data=cards))
 
     async def model(self, request: Request) -> Response:
         """One of them."""
         asked = request.path_params["model"]
-        served = self._lookout.fleet().models
+        served = self._served(request)
         if asked not in served:
             return refusal(ModelNotFound(f"The model {asked!r} is not served here.", param="model").body())
-        return _json_response(openai.model_card(asked, served[asked], self._since))
+        return _json_response(model_card(asked, served[asked], self._since))
+
+    def _served(self, request: Request) -> dict[str, int]:
+        key = self._guard.who(request)
+        models = self._lookout.fleet().models
+        return {model: length for model, length in models.items() if key is None or key.serves(model)}
 
     async def route(self, request: Request) -> Response:
         """Where a creator's requests go, and why."""

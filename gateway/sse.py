@@ -12,6 +12,7 @@ import msgspec
 
 from gateway import openai
 from pipeline.protocol.messages import Done
+from pipeline.protocol.openai import ChunkHead
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -27,7 +28,7 @@ class Chunks:
     """The events of one streamed reply. All that its chunks have in common is encoded once."""
 
     def __init__(self, request: str, model: str, created: int, *, include_usage: bool) -> None:
-        shared = openai.ChunkHead(id=openai.reply_id(request), created=created, model=model)
+        shared = ChunkHead(id=openai.reply_id(request), created=created, model=model)
         self._shared = event(_json(shared)).removesuffix(b"}\n\n")
         self._delta = self._shared + b',"choices":[{"index":0,"delta":{'
         self._role = b'"role":"assistant",'

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from pipeline.errors import OperatorError
+from pipeline.protocol.keys import Key
 
 ENV_PREFIX: Final = "HEADRACE__"
 
@@ -35,14 +36,26 @@ class Nats(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Gateway(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The HTTP front door."""
+    """The HTTP front door. Without `keys` it is open to everybody who reaches it."""
 
     host: str = "127.0.0.1"
     port: Port = 8000
     body_bytes_max: Positive = 900_000
+    body_timeout_s: PositiveFloat = 30.0
+    """For a body to come, from its head on."""
     in_flight_max: Positive = 2048
+    in_flight_bytes_max: Positive = 256 * 1024 * 1024
+    """Bodies of all requests in flight: 2,048 of the largest would be 1.8 GB."""
+    creator_in_flight_max: Positive = 1024
+    """One creator's requests at this gateway: half of it. A hot creator fits, and the other half is left to all others."""
+    creator_in_flight_bytes_max: Positive = 128 * 1024 * 1024
     timeout_s: PositiveFloat = 60.0
     default_creator: str = "default"
+    cors_origins: tuple[str, ...] = ()
+    """Sites whose pages may call this gateway from a browser, as `https://chat.example`; `*` is any. None: none may."""
+    open_pages: tuple[Literal["/metrics", "/v1/routes"], ...] = ("/metrics",)
+    """Operators' pages that need no key where there are keys."""
+    keys: tuple[Key, ...] = ()
 
 
 class Requests(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +75,15 @@ class Requests(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who may share cached prefixes: the requests of a creator, all creators of a tenant, or everybody."""
     direct_tokens_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     """A prompt with fewer tokens than this to compute goes directly to decode, which computes them. 0: none does."""
+
+
+class Conversations(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Histories that are kept here, for requests by reference. All workers of a fleet have the same."""
+
+    window_turns: Annotated[int, msgspec.Meta(ge=0)] = 10
+    """Exchanges that a prompt holds at least, where there are so many."""
+    step_turns: Positive = 5
+    """The window moves by so many at once, so that a prompt goes on as the one before began."""
 
 
 class Model(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -136,6 +158,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nats: Nats = Nats()
     gateway: Gateway = Gateway()
     requests: Requests = Requests()
+    conversations: Conversations = Conversations()
     model: Model = Model()
     prefill: Engine = Engine()
     decode: Engine = Engine(slots=16)

@@ -86,12 +86,61 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class PersonaNotFound(RequestError):
+    """A request names a creator without a persona, or a version of it that is not kept any more."""
+
+    status = 404
+    type = "NotFoundError"
+    code = "persona_not_found"
+
+
 class BodyTooLarge(RequestError):
     """The body passes the limit; it was never sent to the broker."""
 
     status = 413
     type = "RequestEntityTooLargeError"
     code = "request_too_large"
+
+
+class HeadTooLarge(RequestError):
+    """The request's line and headers pass the limit."""
+
+    status = 431
+    type = "RequestHeaderFieldsTooLargeError"
+    code = "headers_too_large"
+
+
+class TooSlow(RequestError):
+    """The request did not come in time."""
+
+    status = 408
+    type = "RequestTimeoutError"
+    code = "request_timeout"
+    retryable = True
+
+
+class BodyEncoded(RequestError):
+    """The body is compressed, or encoded in another way."""
+
+    status = 415
+    type = "UnsupportedMediaTypeError"
+    code = "unsupported_content_encoding"
+
+
+class KeyUnknown(RequestError):
+    """No key, where one is needed, or one that is not ours."""
+
+    status = 401
+    type = "AuthenticationError"
+    code = "invalid_api_key"
+
+
+class NotAllowed(RequestError):
+    """The key is good, but not for this."""
+
+    status = 403
+    type = "PermissionDeniedError"
+    code = "permission_denied"
 
 
 class Poisoned(RequestError):
@@ -117,6 +166,28 @@ class CreatorBusy(CapacityError):
     status = 429
     type = "RateLimitError"
     code = "creator_queue_full"
+
+
+class KeyBusy(CapacityError):
+    """A key has all that it may have at a time; other keys are still served."""
+
+    status = 429
+    type = "RateLimitError"
+    code = "key_limit_exceeded"
+
+
+class RateExceeded(KeyBusy):
+    """A key asks more often than it may. Where its next turn is further away than clients wait, a retry cannot help."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float, in_vain: bool) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.in_vain = in_vain
+
+    def body(self) -> ErrorBody:
+        """The wire form."""
+        return msgspec.structs.replace(super().body(), retryable=not self.in_vain)
 
 
 class NoWorkers(CapacityError):

@@ -159,6 +159,30 @@ CREATOR_TOKEN_BYTES_MAX: Final = 64
 REQUEST_ID_BYTES_MAX: Final = 128
 """Request ids are one subject token and a log field."""
 
+KEYS_MAX: Final = 1024
+"""Bearer keys of a gateway. Each request is compared with all of them, so that no time tells which came close: 40 µs at most."""
+
+KEYS_SAID_MAX: Final = 64
+"""Keys whose use a gateway's presence names, the busiest: 2 KB, ten times a second. Others' use of the rest is not seen."""
+
+KEYS_RELOAD_S: Final = 1.0
+"""Between two looks at the file of the keys: a key that is taken out is refused a second later."""
+
+KEY_BURST_S: Final = 1.0
+"""A key that has been silent may ask at once for what its rate gives in so long, and for one request at least."""
+
+KEY_RATE_MEMORY_S: Final = 2.0
+"""How long a request counts in what a gateway says of a key's rate: 20 presences, so that others know of a jump as it happens."""
+
+HEAD_TIMEOUT_S: Final = 10.0
+"""For a request's head to come, and for the rest of a body that is not read any more. Any client's head is one packet."""
+
+HEAD_BYTES_MAX: Final = 65_536
+"""A request's line and headers: eight times what common proxies take. Nothing else would bound them."""
+
+TRACE_STATE_BYTES_MAX: Final = 512
+"""What W3C asks everybody to carry of a `tracestate`. A longer one is left out, as it says."""
+
 MESSAGE_BYTES_MAX: Final = 1_000_000
 """Payload and headers of one NATS message. The server's own limit is 1 MiB, and passing it closes the connection for good."""
 
@@ -211,3 +235,54 @@ KEEPER_RETRY_S: Final = 2.0
 
 KEEPER_TRIES_MAX: Final = 50
 """Tries of one item, ten in the worst minute. Then something about it is broken, and only `max_age` ends it."""
+
+PERSONA_BYTES_MAX: Final = 262_144
+"""A persona: some 60,000 tokens, half of the longest context that we plan for, and 16 versions of it are kept."""
+
+PERSONAS_CACHED_MAX: Final = 1024
+"""Versions of personas that a prefill worker keeps: as many creators as it remembers prefixes of, 8 KB each, as a rule."""
+
+PERSONAS_RELOAD_S: Final = 10.0
+"""Between two looks at the bucket of personas, for a change that was not heard of."""
+
+PERSONAS_WARMING_MAX: Final = 256
+"""New personas that wait until their owner has time to prefill them. Beyond it the first request does."""
+
+PERSONA_WARM_PERIOD_S: Final = 0.5
+"""Before a persona is tried again for which its owner had no time."""
+
+PERSONA_WARM_TRIES_MAX: Final = 120
+"""Tries of one persona, a minute of them: by then its requests have come, or will find a worker that is overloaded anyway."""
+
+REFERENCE_CHARS_MAX: Final = 512
+"""Characters of the id of a creator or a conversation: OpenAI's bound for a value of `metadata`."""
+
+REFERENCE_MESSAGE_BYTES_MAX: Final = 131_072
+"""A message by reference, which is kept as history: with its reply it must fit into one message of the broker."""
+
+HISTORY_BYTES_MAX: Final = 1_000_000
+"""All turns of a prompt: what sends everything may not have more either."""
+
+TURNS_KEPT_MAX: Final = 64
+"""`max_msgs_per_subject` of TURNS and of SENT: the window and a step of it, and what an operator may raise them to."""
+
+SLOT_BYTES_MAX: Final = 900_000
+"""A slot with its finished reply, which leaves room for the line in a message of the broker. A longer reply is not kept ahead."""
+
+TURNS_TIMEOUT_S: Final = 2.0
+"""To write an exchange down, or to read a history. Beyond it the message is let go, and comes again."""
+
+CONVERSATION_WAIT_S: Final = 0.05
+"""A message whose conversation is worked on stays away for so long, and for twice as long each further time …"""
+
+CONVERSATION_WAIT_MAX_S: Final = 1.0
+"""… up to this: 60 deliveries of an interactive request at most, 600 of a batch request, of `DELIVERIES_MAX`."""
+
+CONVERSATION_RESERVED_S: Final = CONVERSATION_WAIT_MAX_S + 0.5
+"""A conversation that is left is kept for the first who waits: the longest wait, and time to be delivered."""
+
+CONVERSATION_LINE_MAX: Final = 32
+"""Messages that wait for a conversation in order, at 60 bytes each. People do not type faster."""
+
+CONVERSATION_TRIES_MAX: Final = 16
+"""Compare-and-sets of one change of a slot: each that fails means that another one has succeeded."""

@@ -1,5 +1,6 @@
 """Configuration: the shipped file, the overlay, and errors that name their place."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from pipeline.config import Config, Requests, load
 from pipeline.errors import OperatorError
 from pipeline.paths import LOCAL_CONFIG
+from pipeline.protocol.keys import Key
 
 FREE_TABLES = {"extra", "timeout_max_s"}
 """Maps whose keys are the operator's."""
@@ -39,7 +41,16 @@ def named(tree: dict[str, Any], prefix: str = "") -> set[str]:
 
 def test_the_shipped_file_names_every_entry_there_is() -> None:
     tree = tomllib.loads(LOCAL_CONFIG.read_text("utf-8"))
-    assert named(tree) == places(Config) - {"prefill.extra", "decode.extra"}
+    assert named(tree) == places(Config) - {"prefill.extra", "decode.extra", "gateway.keys"}
+
+
+def test_the_shipped_example_of_a_key_is_one_and_names_every_entry_there_is() -> None:
+    text = LOCAL_CONFIG.read_text("utf-8")
+    example = re.search(r"(?m)^# (\[\[gateway\.keys\]\]\n(?:# \w.*\n)+)", text)
+    assert example
+    (entry,) = tomllib.loads(example[1].replace("\n# ", "\n").replace("…", "0" * 64))["gateway"]["keys"]
+    assert entry.keys() == set(Key.__struct_fields__)
+    assert msgspec.convert(entry, Key).name == "team-a"
 
 
 def test_the_shipped_file_says_what_the_code_defaults_to_but_for_the_reply_length() -> None:

@@ -35,6 +35,7 @@ from pipeline.protocol.messages import (
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from pipeline.telemetry import metrics
+from workers.conversations import Conversations
 from workers.decode_job import DecodeJob, Desk
 from workers.engines.port import Engine
 from workers.frames import FrameSender
@@ -83,6 +84,7 @@ class DecodeWorker:
             leases=leases or LeaseKeeper(bus, self.clock),
             frames=FrameSender(bus),
             starts=Starts(bus, me.epoch),
+            conversations=Conversations(bus),
             publish=self._publish,
             clock=self.clock,
         )

@@ -30,6 +30,7 @@ from pipeline.protocol.request import Decode, Effect, Event, Stage, step_decode
 from pipeline.protocol.resume import check_resumable
 from pipeline.protocol.subjects import parse_ack
 from pipeline.telemetry import metrics
+from workers.conversations import Conversations
 from workers.engines.port import Engine, FinishReason, Step
 from workers.frames import FrameSender
 from workers.holding import EVENT_OF, Holding
@@ -49,6 +50,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     leases: Leases
     frames: FrameSender
     starts: Starts
+    conversations: Conversations
     publish: Callable[[Verdicts], None]
     clock: Callable[[], float]
 
@@ -76,6 +78,7 @@ class DecodeJob(Job):
         self.outbox = Outbox(handoff.request, self.holding.claim)
         self._delivered: list[int] = []
         self._finish: FinishReason | None = None
+        self._reply: str | None = None
         self._cached_tokens = 0
         self._frames_held = False
         self._holds_blocks = True
@@ -106,7 +109,7 @@ class DecodeJob(Job):
             Effect.HOLD_FRAMES: self._hold_frames,
             Effect.LET_FRAMES_GO: self._let_frames_go,
             Effect.STOP: self._stop,
-            Effect.ACK: self.holding.ack,
+            Effect.ACK: self._ack,
             Effect.NAK: self.holding.nak,
         }
 
@@ -207,7 +210,19 @@ class DecodeJob(Job):
 
     async def _tell(self) -> None:
         await self.desk.frames.flush()
-        self.happen(await self.holding.tell(self._end(), self.resend))
+        end = self._end()
+        if self.handoff.talk is not None and isinstance(end, Done):
+            self._reply = end.text
+            # Should we die once it is told, the next one writes it down. What fails costs that, and not the reply.
+            with contextlib.suppress(BusError):
+                await self.desk.conversations.keep(self.handoff.talk, end.text)
+        self.happen(await self.holding.tell(end, self.resend))
+
+    async def _ack(self) -> None:
+        if self.handoff.talk is not None:
+            whole = self.ended_by is Event.WHOLE
+            await self.desk.conversations.close(self.handoff.talk, self._reply if whole else None)
+        await self.holding.ack()
 
     def _end(self) -> Done | Failed:
         if self._finish is None:

@@ -68,8 +68,11 @@ class Holding(msgspec.Struct):
         """Whether the reply is stored whole, and its tokens are not sent."""
         return self.reply_to is not None and subjects.is_kept(self.reply_to)
 
-    async def claim_it(self, follows: str | None) -> Answer:
-        """Ask the receiver until it answers. A missing responder is not gone: its connection may be coming back."""
+    async def claim_it(self, follows: str | None, persona: int = 0) -> Answer:
+        """Ask the receiver until it answers. A missing responder is not gone: its connection may be coming back.
+
+        `persona` is the version that a request by reference is about to be rendered with.
+        """
         if self.claim_at is None:
             return Go()
         claim = Claim(
@@ -79,6 +82,7 @@ class Holding(msgspec.Struct):
             holder=subjects.holder(self.me.id),
             ack=self.ack_subject,
             follows=follows,
+            persona=persona,
         )
         return await self._asked(self.claim_at, claim_for(claim, self.encoding))
 

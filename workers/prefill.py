@@ -30,11 +30,14 @@ from pipeline.protocol.request import Event
 from pipeline.protocol.slots import Offer, Slots
 from pipeline.protocol.subjects import CLASSES, Shard
 from pipeline.telemetry import metrics
+from workers.conversations import Conversations
 from workers.engines.port import Engine
 from workers.identity import Identity
 from workers.leases import LeaseKeeper, Leases
+from workers.personas import Personas, PersonaWarmer
 from workers.pool import Pool
 from workers.prefill_job import Desk, PrefillJob
+from workers.referred import Shelf
 from workers.served import Served
 from workers.starts import Starts
 from workers.warm_up import WarmUps
@@ -49,6 +52,7 @@ OUTCOMES: Final[dict[Event | None, str]] = {
     Event.CANCELLED: "cancelled",
     Event.FENCED: "fenced",
     Event.DEADLINE: "expired",
+    Event.BUSY: "waiting",
 }
 
 
@@ -74,6 +78,10 @@ class PrefillWorker:
         self.warm_ups = WarmUps(bus, engine, me.id, lambda: self.slots.load, self._account)
         self.warmth = Warmth(bus, engine, me, self.clock)
         self.warm_ups.prefixes = self.warmth.prefixes
+        self.personas = Personas(bus)
+        self.persona_warmer = PersonaWarmer(
+            bus, engine, self.personas, config.requests.salt_scope, self.owns, self.warm_ups.warm
+        )
         self.desk = Desk(
             bus=bus,
             engine=engine,
@@ -91,6 +99,7 @@ class PrefillWorker:
             weigh=self.weigh,
             rendered=self.warm_ups.prefixes.seen,
             suspects=anyio.Semaphore(1),
+            shelf=Shelf(self.personas, Conversations(bus), config.conversations),
             expects=self.warmth.expects,
             clock=self.clock,
         )
@@ -111,6 +120,9 @@ class PrefillWorker:
             await self._jobs.listen()
             await self.warm_ups.listen()
             self._tasks.start_soon(self.warm_ups.run)
+            await self.personas.listen()
+            self._tasks.start_soon(self.personas.run)
+            self._tasks.start_soon(self.persona_warmer.run)
             await self.warmth.listen()
             self._tasks.start_soon(self.warmth.run)
             self._tasks.start_soon(self._jobs.watch_receivers)
@@ -154,6 +166,11 @@ class PrefillWorker:
 
     def _account(self) -> ShardsServed:
         return ShardsServed(worker=self.me.id, warm_creators=len(self.warmth.teller), shards=self.served.rows())
+
+    def owns(self, affinity: str) -> bool:
+        """Whether requests of this affinity come here first."""
+        number = subjects.partition(affinity, self.config.requests.shards)
+        return self._ranks.get(Shard(CLASSES[0], number)) == 0
 
     def decoders(self) -> list[Presence]:
         """Decode workers whose engine can load what ours computes; who has missed two presences only where nobody has not."""

@@ -1,9 +1,9 @@
 """One request at prefill: from its delivery to the moment that a decode worker has taken it over."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import anyio
 import msgspec
@@ -13,7 +13,7 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError, NoResponders, Unanswered
 from pipeline.bus.puller import Delivery
 from pipeline.config import Config
-from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, RequestError
+from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, PromptTooLong, RequestError
 from pipeline.limits import (
     ACCUSE_SILENT_S,
     CLAIM_PATIENCE_S,
@@ -24,6 +24,7 @@ from pipeline.limits import (
 )
 from pipeline.protocol import dead_letters, intake, subjects
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
+from pipeline.protocol.conversations import wait_s
 from pipeline.protocol.credits import Asking, Grant, Send
 from pipeline.protocol.intake import Intake, Rules
 from pipeline.protocol.messages import (
@@ -49,6 +50,7 @@ from workers.holding import EVENT_OF, Holding
 from workers.identity import Identity, new_claim
 from workers.jobs import TELLING_GRACE_S, Job
 from workers.leases import Leases
+from workers.referred import Referred, Shelf
 from workers.starts import Starts
 from workers.warmth import count_sources
 
@@ -63,7 +65,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
 
     `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
     `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, and `silence_s` how long a decode
-    worker has not been heard. `suspects` lets in one request at a time that workers have died with.
+    worker has not been heard. `suspects` lets in one request at a time that workers have died with. `shelf`: what they refer to.
     """
 
     bus: Bus
@@ -81,6 +83,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     rendered: Callable[[str, str, bytes], None]
     expects: Callable[[str, Sequence[int]], int]
     suspects: anyio.Semaphore
+    shelf: Shelf
     clock: Callable[[], float]
 
 
@@ -117,7 +120,10 @@ class PrefillJob(Job):
         self._counted = False
         self._suspect = False
         self._unkept = False
+        self._told_error = False
         super().__init__(self._deadline_s(), desk.clock)
+        self._referred = Referred.of(desk.shelf, lambda: self.intake, self.ack)
+        self._tree: Mapping[str, Any] = {}
         until_s = max(self.deadline_s, self.began_s) + TELLING_GRACE_S + LEASE_SPARE_S
         self._lease = desk.leases.hold(delivery.ack, lambda: self.happen(Event.DOUBT), until_s)
         self.happen(Event.DELIVERED_AGAIN if self.again else Event.DELIVERED)
@@ -167,8 +173,9 @@ class PrefillJob(Job):
         return {
             Effect.STOP: self._stop,
             Effect.DEAD_LETTER: self._dead_letter,
-            Effect.ACK: self.holding.ack,
+            Effect.ACK: self._ack,
             Effect.NAK: self.holding.nak,
+            Effect.NAK_FOR_A_WHILE: self._nak_for_a_while,
         }
 
     async def run(self) -> None:
@@ -195,6 +202,11 @@ class PrefillJob(Job):
     # Effects
 
     async def _claim(self) -> None:
+        """What is too late enters no conversation: its receiver is told, and that needs the claim alone."""
+        in_time = self._clock() < self.deadline_s
+        if self._referred is not None and in_time and not await self._referred.enter():
+            self.happen(Event.BUSY)
+            return
         await self._claim_it(follows=None)
 
     async def _reclaim(self) -> None:
@@ -204,9 +216,11 @@ class PrefillJob(Job):
 
     async def _claim_it(self, follows: str | None) -> None:
         with anyio.move_on_after(CLAIM_PATIENCE_S):
-            answer = await self.holding.claim_it(follows)
+            answer = await self.holding.claim_it(follows, self._referred.persona if self._referred else 0)
             if isinstance(answer, Go):
                 self._delivered = unpack_ids(answer.ids)
+                if self._referred is not None:
+                    self._referred.go(answer.persona)
             self.happen(EVENT_OF[type(answer)])
             return
         self.happen(Event.UNANSWERED)
@@ -240,11 +254,15 @@ class PrefillJob(Job):
         chat, info = self.intake.chat, self.desk.engine.info
         if chat.model not in (None, info.model):
             raise ModelNotFound(f"The model {chat.model!r} is not served here; {info.model!r} is.", param="model")
-        check_resumable(self.intake.tree, self._delivered)
-        self._ids = await self.desk.engine.render(self.intake.tree)
-        self._max_tokens = reply_tokens(
-            len(self._ids), chat.reply_tokens_max, self.desk.config.requests.default_max_tokens, info.max_model_len
-        )
+        self._tree = self.intake.tree if self._referred is None else await self._referred.assembled()
+        check_resumable(self._tree, self._delivered)
+        try:
+            self._ids = await self.desk.engine.render(self._tree)
+            self._max_tokens = reply_tokens(
+                len(self._ids), chat.reply_tokens_max, self.desk.config.requests.default_max_tokens, info.max_model_len
+            )
+        except PromptTooLong as error:
+            raise error if self._referred is None else self._referred.explained(error) from None
         self._packed = pack_ids(self._ids)
         self.desk.rendered(self.stored.creator, self.salt, self._packed)
         self._weight = len(self._ids)
@@ -364,15 +382,17 @@ class PrefillJob(Job):
             ids=self._packed,
             salt=self.salt,
             max_tokens=self._max_tokens,
-            chat={name: value for name, value in self.intake.tree.items() if name != "messages"},
+            chat={name: value for name, value in self._tree.items() if name != "messages"},
             cached_tokens=min(self.prefilled.cached_tokens, len(self._ids)),
             prefill_generated_tokens=self.prefilled.generated_tokens,
             prefill=self.desk.me.id,
             hbm_tokens=min(self.prefilled.hbm_tokens, len(self._ids)),
             direct=self._direct,
+            talk=self._referred.talk if self._referred else None,
         )
 
     async def _tell(self) -> None:
+        self._told_error = True
         if self._unkept:
             return
         frame = Failed(1, self.address.request, self.holding.claim, 0, self.error.body())
@@ -382,6 +402,14 @@ class PrefillJob(Job):
         await self.stop_working()
         if self.asking is not None:
             self.send(self.asking.stop())
+
+    async def _ack(self) -> None:
+        if self._referred is not None:
+            await self._referred.close(whole=self.ended_by is Event.WHOLE and not self._told_error)
+        await self.holding.ack()
+
+    async def _nak_for_a_while(self) -> None:
+        await self.holding.nak(wait_s(self.ack.delivered))
 
     async def _dead_letter(self) -> None:
         """Keep a copy, with the reason, of what will not be tried again."""

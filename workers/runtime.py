@@ -20,10 +20,11 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
 from pipeline.errors import EngineDead, OperatorError
-from pipeline.limits import DRAIN_S
+from pipeline.limits import DRAIN_S, TURNS_KEPT_MAX
 from pipeline.paths import JETSTREAM
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.subjects import CLASSES
+from pipeline.protocol.turns import TURNS
 from pipeline.telemetry import metrics
 from workers.decode import DecodeWorker
 from workers.engines.port import Engine
@@ -89,6 +90,7 @@ class _Process:
                 declared = await check_streams(bus, self.config.nats.url)
                 check_shards(self.config, declared)
                 check_ages(self.config, declared)
+                check_turns(self.config, declared)
                 began_s = time.monotonic()
                 await self.engine.start()
                 await self.engine.warm_up()
@@ -182,6 +184,17 @@ def check_ages(config: Config, declared: streams.Declared) -> None:
                 f"requests.timeout_max_s of class {klass} is {longest_s:g} s, but its stream keeps a request for {age_s:g} s.",
                 f"Set it to {age_s - AGE_SPARE_S:g} s at most, or raise max_age in configs/jetstream.",
             )
+
+
+def check_turns(config: Config, declared: streams.Declared) -> None:
+    """A window that is larger than what is kept would move with every turn. Raises `OperatorError`."""
+    kept = min(TURNS_KEPT_MAX, declared.stream(TURNS)["max_msgs_per_subject"])
+    wanted = config.conversations.window_turns + config.conversations.step_turns
+    if wanted > kept:
+        raise OperatorError(
+            f"conversations.window_turns and step_turns are {wanted} together, but of a conversation {kept} turns are kept.",
+            f"Lower them, or raise max_msgs_per_subject of the stream {TURNS}, to {TURNS_KEPT_MAX} at most.",
+        )
 
 
 async def _measure_lag() -> None:

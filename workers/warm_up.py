@@ -53,7 +53,7 @@ class WarmUps:
         """Warm up what is asked for, one after the other, until cancelled."""
         with self._put, self._take:
             async for warm_up, answer_at in self._take:
-                self._answer(answer_at, await self._warmed(warm_up))
+                self._answer(answer_at, await self.warm(warm_up))
 
     def _asked(self, message: Message) -> None:
         said = prefill_decoder.decode(message.data)
@@ -70,7 +70,8 @@ class WarmUps:
         except anyio.WouldBlock:
             self._answer(answer_at, WarmedUp("busy"))
 
-    async def _warmed(self, warm_up: WarmUp) -> WarmedUp:
+    async def warm(self, warm_up: WarmUp) -> WarmedUp:
+        """Prefill a prefix, if there is time for it."""
         if self._load() >= SPILL_LOAD:
             return WarmedUp("busy")
         prefix = warm_up.prefix

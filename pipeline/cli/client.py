@@ -1,5 +1,6 @@
 """A client of the gateway: one streamed chat, timed, and which gateway to ask."""
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ import psutil
 from pipeline.cli import http
 from pipeline.config import Config
 from pipeline.paths import state_folder
+
+KEY_VARIABLE: Final = "HEADRACE_KEY"
+"""A bearer key, where the gateway needs one. Not an option: what is on a command line every user of the machine can read."""
 
 LAST_RUN: Final = "last.json"
 """In the state folder: the endpoints of the stack that `headrace up` started last."""
@@ -160,7 +164,12 @@ async def chat(url: str, body: dict[str, Any], creator: str | None, on_text: Cal
 
 
 def _headers(creator: str | None) -> dict[str, str]:
-    return {"content-type": "application/json"} | ({"x-creator-id": creator} if creator else {})
+    headers = {"content-type": "application/json"}
+    if creator:
+        headers["x-creator-id"] = creator
+    if key := os.environ.get(KEY_VARIABLE):
+        headers["authorization"] = f"Bearer {key}"
+    return headers
 
 
 async def _follow(response: http.Response, reply: Reply, started_s: float, on_text: Callable[[str], None]) -> None:

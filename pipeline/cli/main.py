@@ -13,7 +13,7 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from pipeline.cli import OPERATOR_EXIT, bench, chaos, chat, dlq, shards, simulate, streams
+from pipeline.cli import OPERATOR_EXIT, bench, chaos, chat, dlq, key, persona, schema, shards, simulate, streams
 from pipeline.cli import credits as books
 from pipeline.errors import OperatorError
 
@@ -72,6 +72,9 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "chat", chat.chat
     yield "bench", bench.bench
     yield "streams", streams.app
+    yield "key", key.app
+    yield "schema", schema.schema
+    yield "persona", persona.app
     yield "credits", books.show
     yield "shards", shards.shards
     yield "dlq", dlq.app

@@ -17,7 +17,7 @@ Assumed, since the source does not say:
 * **Slots.** 4 per worker, the default of our configuration.
 * **First token.** After prefill: the hand-over (2 ms), then one decode step, which reads 70 GB at 3.35 TB/s (20.9 ms). There is
   always credit: the decode worker is not what is studied here.
-* **Network.** Measured on one host: 0.19 ms from a publish to the worker whose standing pull it answers, with 256 shards and eight
+* **Network.** Measured on one host: 0.19 ms from a publish to the worker whose standing pull it answers, with 256 shards and 8
   workers, so 0.1 ms for each of its two ways; and 0.22 ms that a router in Rust adds when it passes a request on to a worker.
 * **Conversations** append: 10 tokens of a message and 30 of its reply a turn. The window of history moves in steps: it grows from
   5 turns to 15, on average 400 tokens, and falls back to the last 5. 10,000 are under way at a time, of 30 turns on average; at

@@ -32,9 +32,10 @@ RETRY_UNMEASURED_S: Final = 2.0
 
 
 class DrainRate:
-    """Places that become free per second, measured where they do."""
+    """Places that become free per second, measured where they do. What is older than `memory_s` hardly counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_s: float = DRAIN_MEMORY_S) -> None:
+        self._memory_s = memory_s
         self._rate = 0.0
         self._first_s = -math.inf
         self._last_s = -math.inf
@@ -48,16 +49,37 @@ class DrainRate:
         """One place has become free."""
         if not self.measured:
             self._first_s = self._last_s = now_s
-        self._rate = self._faded(now_s) + 1 / DRAIN_MEMORY_S
+        self._rate = self._faded(now_s) + 1 / self._memory_s
         self._last_s = now_s
 
     def per_s(self, now_s: float) -> float:
         """The rate now, once it is measured; it goes towards 0 while nothing becomes free."""
         seen_s = max(now_s - self._first_s, RETRY_AFTER_MIN_S)
-        return self._faded(now_s) / (1 - math.exp(-seen_s / DRAIN_MEMORY_S))
+        return self._faded(now_s) / (1 - math.exp(-seen_s / self._memory_s))
 
     def _faded(self, now_s: float) -> float:
-        return self._rate * math.exp(-max(0.0, now_s - self._last_s) / DRAIN_MEMORY_S)
+        return self._rate * math.exp(-max(0.0, now_s - self._last_s) / self._memory_s)
+
+
+class Waits:
+    """How long those are told to wait who find no place: each is promised the next one that nobody was promised before."""
+
+    def __init__(self) -> None:
+        self._drain = DrainRate()
+        self._promised_s = -math.inf
+
+    def freed(self, now_s: float) -> None:
+        """A place has become free."""
+        self._drain.freed(now_s)
+
+    def wait_s(self, now_s: float) -> float:
+        """When to come back, for one that is refused now."""
+        if not self._drain.measured:
+            return RETRY_UNMEASURED_S
+        place_s = 1 / max(self._drain.per_s(now_s), 1 / RETRY_AFTER_MAX_S)
+        wait_s = min(max(0.0, self._promised_s - now_s) + place_s, RETRY_AFTER_MAX_S)
+        self._promised_s = now_s + wait_s
+        return max(wait_s, RETRY_AFTER_MIN_S)
 
 
 class Admission:
@@ -66,13 +88,20 @@ class Admission:
     def __init__(self, in_flight_max: int) -> None:
         self.in_flight_max = in_flight_max
         self.in_flight = 0
-        self._drain = DrainRate()
+        self._waits = Waits()
         self._served = DrainRate()
         """Replies per second of saturated time alone: at other times the rate says what was asked for, not what can be done."""
         self._saturated = False
         self._saturated_s = 0.0
         self._looked_s = -math.inf
-        self._promised_s = -math.inf
+
+    def look_in(self, now_s: float) -> None:
+        """Raise `CapacityError` where all places are taken: what `enter` would say, before a body is read for it."""
+        if self.in_flight >= self.in_flight_max:
+            raise CapacityError(
+                f"This gateway works on {self.in_flight} requests, as many as it takes.",
+                retry_after_s=self.wait_s(now_s),
+            )
 
     def enter(
         self, prefill: int, decode: int, now_s: float, *, saturated: bool = False, timeout_s: float = math.inf
@@ -85,11 +114,7 @@ class Admission:
         missing = [kind for kind, ready in (("prefill", prefill), ("decode", decode)) if not ready]
         if missing:
             raise NoWorkers(f"No {' and no '.join(missing)} worker is ready.", retry_after_s=RETRY_UNMEASURED_S)
-        if self.in_flight >= self.in_flight_max:
-            raise CapacityError(
-                f"This gateway works on {self.in_flight} requests, as many as it takes.",
-                retry_after_s=self.wait_s(now_s),
-            )
+        self.look_in(now_s)
         if (wait_s := self._expected_s()) > timeout_s:
             raise CapacityError(
                 f"A request would take about {wait_s:.0f} s now, and this one has {timeout_s:g} s.",
@@ -103,7 +128,7 @@ class Admission:
         self.in_flight -= 1
         self._look(now_s, saturated=self._saturated)
         if drained:
-            self._drain.freed(now_s)
+            self._waits.freed(now_s)
         if served and self._saturated:
             self._served.freed(self._saturated_s)
 
@@ -120,10 +145,5 @@ class Admission:
         return (self.in_flight + 1) / self._served.per_s(self._saturated_s)
 
     def wait_s(self, now_s: float) -> float:
-        """When to come back, for one that is refused now: the next place that nobody was promised."""
-        if not self._drain.measured:
-            return RETRY_UNMEASURED_S
-        place_s = 1 / max(self._drain.per_s(now_s), 1 / RETRY_AFTER_MAX_S)
-        wait_s = min(max(0.0, self._promised_s - now_s) + place_s, RETRY_AFTER_MAX_S)
-        self._promised_s = now_s + wait_s
-        return max(wait_s, RETRY_AFTER_MIN_S)
+        """When to come back, for one that is refused now."""
+        return self._waits.wait_s(now_s)

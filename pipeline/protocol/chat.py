@@ -2,7 +2,7 @@
 
 A **request** is one flat map: OpenAI's chat fields, and beside them a few of ours (`id`, `reply_to`, `claim_at`,
 `timeout_ms`). We type what we act on; every other field stays in the map and reaches the engine's own request class, which
-knows what it means.
+knows what it means. Instead of `messages` it may bring one `message` and name the rest: see `by_reference.py`.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,8 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
     a producer that is only a subscription has none. `timeout_ms` counts from when the stream stored the request. `id` is the
     publisher's own; without one the stream's sequence names the request. `receiver` is `<id>/<epoch>` of a gateway that says
     in its presence that it lives: once it does not, its requests are dropped. `tenant` is whom the creator
-    belongs to: tenants share no cached prefix.
+    belongs to: tenants share no cached prefix. `request_id` is the client's own name for it (`x-request-id`), for logs alone:
+    the same one twice is two requests.
     """
 
     v: Version = 1
@@ -78,6 +79,7 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
     timeout_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None
     receiver: str | None = None
     tenant: str = ""
+    request_id: Annotated[str, msgspec.Meta(max_length=REQUEST_ID_BYTES_MAX)] | None = None
 
 
 ChatT = TypeVar("ChatT", bound=Chat)
@@ -92,6 +94,10 @@ RESERVED: Final = frozenset(
         "timeout_ms",
         "receiver",
         "tenant",
+        "request_id",
+        "message",
+        "conversation",
+        "creator",
         "kv_transfer_params",
         "ec_transfer_params",
         "cache_salt",

@@ -17,6 +17,9 @@ The rules, and there are no others:
 4. A claim that begins a delivery (`follows` unset) becomes the last one.
 5. A claim that follows another becomes the last one only if the claim it names is the last.
 
+The first claim that names a version of a persona pins it: every later `go` says that version, so that who begins again renders
+the same prompt.
+
 The holder's half is the `Lease`: what it may assume of its message while the broker is silent.
 """
 
@@ -33,6 +36,7 @@ class Arbiter:
         self.last: Claim | None = None
         self.whole = False
         self.gone = False
+        self._persona = 0
         self._superseded: dict[str, Claim] = {}
 
     def claim(self, claim: Claim, have: list[int]) -> Answer:
@@ -43,7 +47,8 @@ class Arbiter:
             return Gone()
         if not self._is_last(claim.claim) and not self._take(claim):
             return Fenced()
-        return Go(pack_ids(have))
+        self._persona = self._persona or claim.persona
+        return Go(pack_ids(have), self._persona)
 
     def hears(self, claim_id: str) -> bool:
         """Whether frames under this claim are taken."""

@@ -11,6 +11,8 @@ import msgspec
 
 from pipeline.errors import InvalidField, RequestError
 from pipeline.limits import REQUEST_ID_BYTES_MAX
+from pipeline.protocol import by_reference
+from pipeline.protocol.by_reference import Reference
 from pipeline.protocol.chat import ChatRequest, to_chat, to_map
 from pipeline.protocol.messages import Encoding, encoding_of
 from pipeline.protocol.subjects import AckSubject, Stored, matches
@@ -30,7 +32,10 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Intake(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that can be worked on. `tree` is the body as sent; `deadline_s` is Unix time."""
+    """A request that can be worked on. `tree` is the body as sent; `deadline_s` is Unix time.
+
+    With a `reference` the new message stands in `tree` for all of them, until persona and history are known.
+    """
 
     address: Address
     reply_to: str
@@ -39,6 +44,7 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float
     chat: ChatRequest
     tree: Mapping[str, Any]
+    reference: Reference | None = None
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +74,10 @@ def address(payload: bytes, headers: Mapping[str, str] | None, ack: AckSubject, 
 def read(payload: bytes, headers: Mapping[str, str] | None, stored: Stored, ack: AckSubject, rules: Rules) -> Intake:
     """The request in a message. Raises `RequestError`, whose `param` names the field."""
     tree = to_map(payload)
+    reference = by_reference.read(tree)
+    if reference is not None:
+        by_reference.check_creator(reference, stored.creator)
+        tree = by_reference.in_full(tree, reference)
     chat = to_chat(tree, ChatRequest)
     where = address(payload, headers, ack, rules)
     for field, header in (("reply_to", REPLY_TO_HEADER), ("claim_at", CLAIM_AT_HEADER)):
@@ -84,6 +94,7 @@ def read(payload: bytes, headers: Mapping[str, str] | None, stored: Stored, ack:
         deadline_s=ack.stored_at_s + min(asked_s, longest_s),
         chat=chat,
         tree=tree,
+        reference=reference,
     )
 
 

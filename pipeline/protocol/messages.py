@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pipeline.errors import ErrorBody, InvalidField
+from pipeline.protocol.conversations import Talk
+from pipeline.protocol.keys import KeyUse
 
 Version = Literal[1]
 Encoding = Literal["json", "msgpack"]
@@ -107,7 +109,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
     """A worker asks the receiver for the right to work on a request and to speak for it.
 
     `holder` is the worker's control subject, `ack` the message's ack subject. `follows` names the claim that is taken over;
-    unset, the claim begins a delivery.
+    unset, the claim begins a delivery. `persona` is the version with which a request by reference is about to be rendered.
     """
 
     v: Version = 1
@@ -117,12 +119,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, tag="claim"):
     holder: str
     ack: str
     follows: str | None = None
+    persona: int = 0
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """Yours. `ids` (packed) the receiver has already: continue after them."""
+    """Yours. `ids` (packed) the receiver has already: continue after them. `persona` is the version that the first claim gave."""
 
     ids: bytes = b""
+    persona: int = 0
 
 
 class Whole(msgspec.Struct, frozen=True, tag="whole"):
@@ -225,7 +229,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """The completion event: the KV of this request is in LMCache, under a live grant.
 
     `ask` is the grant's id, `epoch` the decode worker's that gave it. `claim` is prefill's, which decode takes over. `ids`
-    are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the messages.
+    are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the messages. `talk` is set
+    where the exchange is to be written down.
     `direct`: no prefill engine has seen this prompt. LMCache has of it what earlier ones have left; decode computes the rest.
     """
 
@@ -250,6 +255,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     prefill: str
     hbm_tokens: int = 0
     direct: bool = False
+    talk: Talk | None = None
 
 
 class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answer"):
@@ -366,6 +372,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     """A gateway's: requests a second that it has taken."""
     rates: dict[str, float] = {}
     """A gateway's: requests a second of the creators that ask most, by subject token."""
+    keys: dict[str, KeyUse] = {}
+    """A gateway's: what the busiest bearer keys use there, by name."""
     warm: int = 0
     """A prefill worker's: creators that are warm there."""
     warm_number: int = 0
@@ -400,11 +408,12 @@ def read_answer(payload: bytes) -> Answer:
         answer = _json_answer_decoder.decode(payload)
     except msgspec.DecodeError as error:
         raise InvalidField(f"Not an answer to a claim: {error}.") from None
-    return Go(pack_ids(answer.ids)) if isinstance(answer, _JsonGo) else answer
+    return Go(pack_ids(answer.ids), answer.persona) if isinstance(answer, _JsonGo) else answer
 
 
 class _JsonGo(msgspec.Struct, frozen=True, tag="go"):
     ids: list[int] = []
+    persona: int = 0
 
 
 def _spelled_out(frame: AnyFrame) -> dict[str, Any]:

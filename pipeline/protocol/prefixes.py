@@ -37,6 +37,11 @@ class Prefixes:
         return self._known.get(creator, Prefix())
 
 
+def shared(one: bytes, other: bytes) -> bytes:
+    """What two prompts (packed token ids) begin with."""
+    return one[: _common(one, other)]
+
+
 def _common(one: bytes, other: bytes) -> int:
     """The length of what both begin with, in bytes of whole tokens."""
     if other.startswith(one):

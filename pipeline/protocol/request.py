@@ -24,7 +24,8 @@ A worker feeds what happens (an event) into `step` and carries out what comes ba
 
 Both may end early, and how is one table for each (`PREFILL_ENDS`, `DECODE_ENDS`). An error is told to the receiver (ENDING)
 before the message is acked; a fenced holder neither acks nor NAKs; one that lets go alive NAKs. Where nobody answers the claim,
-the lease is left to end: the message comes back by itself a little later, and keeps no slot until then.
+the lease is left to end: the message comes back by itself a little later, and keeps no slot until then. One whose conversation
+is worked on by another goes back before it is claimed, and stays away for a while.
 """
 
 from enum import Enum, Flag, auto
@@ -95,6 +96,8 @@ class Event(Enum):
     """The broker has been silent too long."""
     UNANSWERED = auto()
     """Its receiver has not answered the claim for a while, or is not heard of. It may be gone, or be coming back."""
+    BUSY = auto()
+    """Another request of its conversation is being worked on."""
     UNHEARD = auto()
     """The end of the reply was repeated past the deadline, and nobody answered."""
     LEFT = auto()
@@ -124,6 +127,7 @@ class Effect(Enum):
     """Send the frame that ends the reply, until it is answered."""
     ACK = auto()
     NAK = auto()
+    NAK_FOR_A_WHILE = auto()
 
 
 E, F, S, P = Event, Effect, Stage, Progress
@@ -138,6 +142,7 @@ PREFILL_ENDS: Final[dict[Event, End]] = {
     E.FENCED: (S.ENDED, (F.STOP,)),
     E.DOUBT: (S.ENDED, (F.STOP,)),
     E.UNANSWERED: (S.ENDED, (F.STOP,)),
+    E.BUSY: (S.ENDED, (F.STOP, F.NAK_FOR_A_WHILE)),
     E.LEFT: (S.ENDED, (F.STOP, F.NAK)),
     E.INVALID: (S.ENDING, (F.STOP, F.DEAD_LETTER)),
     E.POISONED: (S.ENDING, (F.STOP, F.DEAD_LETTER)),
@@ -244,7 +249,7 @@ def _tell_at_prefill(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
     """The receiver takes an error only from the holder of the last claim, so an unanswered claim is waited for."""
     if event is E.GO and P.CLAIMED not in state.progress:
         return Prefill(S.ENDING, state.progress | P.CLAIMED), (F.TELL,)
-    if event is E.UNANSWERED:
+    if event in (E.UNANSWERED, E.BUSY):
         return Prefill(S.ENDED, state.progress), ()
     if event in ENDING_ENDS:
         stage, effects = ENDING_ENDS[event]

@@ -8,6 +8,7 @@ that no id can widen a subject, hit another's, or name a wildcard.
     requests.shard.<n>.<class>.<affinity>.<creator>   what the stream stores: n = partition(affinity)
     credit.<decode>   handoff.<decode>   holder.<worker>   control.cancel.<request>
     presence.<role>.<id>   dlq.<reason>.<class>
+    turns.<creator>.<conversation>   chat.sent.<creator>.<conversation>
 """
 
 import base64
@@ -180,6 +181,16 @@ def cancel_any() -> str:
 def presence(role: str, process: str) -> str:
     """Where a process says that it lives."""
     return f"presence.{role}.{process}"
+
+
+def turns(conversation: str) -> str:
+    """Where the exchanges of a conversation are kept. `conversation` is `<creator>.<conversation>`, tokens both."""
+    return f"turns.{conversation}"
+
+
+def chat_sent(conversation: str) -> str:
+    """Where an editor says which reply was really sent."""
+    return f"chat.sent.{conversation}"
 
 
 def dead_letter(reason: str, klass: str) -> str:

@@ -20,6 +20,18 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "outcome": ("whole", "invalid", "rejected", "failed", "expired", "cancelled"),
         "klass": ("interactive", "batch"),
     },
+    "headrace_refusals": {
+        "reason": (
+            "overloaded",
+            "no_workers",
+            "broker_unavailable",
+            "creator_queue_full",
+            "key_limit_exceeded",
+            "rate_limit_exceeded",
+            "invalid_api_key",
+            "permission_denied",
+        ),
+    },
     "headrace_prefills": {
         "outcome": ("handed_off", "refused", "failed", "malformed", "expired", "cancelled", "gone", "fenced"),
     },
@@ -51,6 +63,12 @@ _STEP_SECONDS: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.
 
 REQUESTS: Final = Counter(
     "headrace_requests", "Requests that have ended, by how.", ("outcome", "klass"), registry=REGISTRY
+)
+REFUSALS: Final = Counter(
+    "headrace_refusals",
+    "Requests that were refused for no fault in them: for want of room, of a turn, or of a right.",
+    ("reason",),
+    registry=REGISTRY,
 )
 TTFT_SECONDS: Final = Histogram(
     "headrace_ttft_seconds",

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import anyio
 import msgspec
 import pytest
 
@@ -10,11 +11,13 @@ from pipeline.bus import streams
 from pipeline.bus.connection import Bus
 from pipeline.cli.dlq import STORE_TIMEOUT_S
 from pipeline.config import Config
-from pipeline.limits import EXPIRED_AFTER_S, LEASE_SPARE_S
+from pipeline.limits import EXPIRED_AFTER_S, LEASE_SPARE_S, PERSONA_BYTES_MAX, TURNS_KEPT_MAX
 from pipeline.paths import JETSTREAM
+from pipeline.protocol.conversations import Slot
 from pipeline.protocol.subjects import CLASSES, Shard, parse_stored, partition, request_in
 from tests.bus.support import SHARDS, api, fresh
 from tests.nats_server import NatsServer
+from workers.conversations import Conversations
 from workers.jobs import TELLING_GRACE_S
 
 pytestmark = pytest.mark.anyio
@@ -83,6 +86,27 @@ def test_a_publish_that_is_repeated_is_recognised_for_as_long_as_anybody_repeats
 def test_a_kept_reply_is_recognised_for_as_long_as_its_request_may_be_delivered(klass: str) -> None:
     longest_s = Config().requests.timeout_max_s[klass] + TELLING_GRACE_S + LEASE_SPARE_S + EXPIRED_AFTER_S
     assert DECLARED.stream("REPLIES")["duplicate_window"] / 1e9 >= longest_s
+
+
+@pytest.mark.parametrize("klass", CLASSES)
+def test_an_exchange_is_recognised_for_as_long_as_its_request_may_be_delivered(klass: str) -> None:
+    longest_s = Config().requests.timeout_max_s[klass] + TELLING_GRACE_S + LEASE_SPARE_S + EXPIRED_AFTER_S
+    assert DECLARED.stream("TURNS")["duplicate_window"] / 1e9 >= longest_s
+
+
+def test_what_a_worker_reads_of_a_conversation_is_all_that_is_kept() -> None:
+    assert DECLARED.stream("TURNS")["max_msgs_per_subject"] == TURNS_KEPT_MAX
+    assert DECLARED.stream("SENT")["max_msgs_per_subject"] == TURNS_KEPT_MAX
+    assert DECLARED.stream("KV_personas")["max_msg_size"] > PERSONA_BYTES_MAX
+
+
+async def test_a_slot_ends_by_itself_and_what_is_deleted_leaves_nothing(queue: Bus) -> None:
+    bucket = Conversations(queue)
+    await bucket._write("ada.c1", Slot(holder="r", by="x", until_s=0.0), 0)
+    assert (await bucket._read("ada.c1"))[0] is not None
+    with anyio.fail_after(4.0):
+        while (await api(queue, "STREAM.INFO.KV_conversations"))["state"]["messages"]:
+            await anyio.sleep(0.1)
 
 
 @pytest.mark.parametrize("klass", CLASSES)

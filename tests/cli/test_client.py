@@ -51,6 +51,12 @@ def test_the_creator_travels_in_a_header_as_utf_8() -> None:
     assert msgspec.json.decode(requests[0].split(b"\r\n\r\n", 1)[1]) == BODY
 
 
+def test_a_key_of_the_environment_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert b"authorization" not in asked(double.WHOLE)[2][0]
+    monkeypatch.setenv("HEADRACE_KEY", "hr-1")
+    assert b"authorization: Bearer hr-1\r\n" in asked(double.WHOLE)[2][0]
+
+
 def test_a_creator_cannot_inject_a_header() -> None:
     with pytest.raises(OperatorError, match="may not hold a line break"):
         asked(double.WHOLE, creator="ada\r\nx-evil: 1")

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -48,24 +49,28 @@ def config_for(nats_url: str, drain_s: float = 5.0, **gateway: Any) -> Config:
 
 
 @asynccontextmanager
-async def stack(nats_url: str, drain_s: float = 5.0, **gateway: Any) -> AsyncIterator[Stack]:
-    """A gateway that is ready: it knows of a prefill and a decode worker."""
+async def stack(
+    nats_url: str, drain_s: float = 5.0, source: Path | None = None, **gateway: Any
+) -> AsyncIterator[Stack]:
+    """A gateway that is ready: it knows of a prefill and a decode worker. It follows the keys in `source`."""
     async with await Bus.connect(nats_url, "double") as bus:
         double = WorkerDouble(bus)
         await double.listen()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(double.run)
-            async with serving(config_for(nats_url, drain_s, **gateway), double) as served:
+            async with serving(config_for(nats_url, drain_s, **gateway), double, source) as served:
                 await until_ready(served.client)
                 yield served
             tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def serving(config: Config, double: WorkerDouble | None = None) -> AsyncIterator[Stack]:
+async def serving(
+    config: Config, double: WorkerDouble | None = None, source: Path | None = None
+) -> AsyncIterator[Stack]:
     """A gateway that serves, whoever is behind it."""
     with listen_on("127.0.0.1", 0) as sock:
-        app = create_app(config)
+        app = create_app(config, source)
         async with app.router.lifespan_context(app):
             server = Server(app, DRAIN_RATIO * config.up.drain_s)
             task = asyncio.create_task(server.serve([sock]))

@@ -4,8 +4,9 @@ import anyio
 import pytest
 
 from gateway.fleet import Fleet
-from gateway.ops import Readiness, readiness
+from gateway.ops import readiness
 from pipeline.limits import PRESENCE_SILENT_MAX_S
+from pipeline.protocol.openai import Readiness
 from pipeline.telemetry import metrics
 from tests.gateway.stack import CHAT, Stack, config_for, serving, stack
 from tests.gateway.worker_double import MAX_MODEL_LEN, MODEL, saying

@@ -44,7 +44,7 @@ def _finish(head: str) -> str:
 def _tail(head: str) -> str:
     return (
         f'\n\n{head},"choices":[],"usage":{{"prompt_tokens":2210,"completion_tokens":2,"total_tokens":2212,'
-        '"prompt_tokens_details":{"cached_tokens":1792},"headrace":{"decode_cached_tokens":2208,'
+        '"prompt_tokens_details":{"cached_tokens":1792},"headrace":{"hbm_tokens":0,"decode_cached_tokens":2208,'
         '"prefill_generated_tokens":1,"prefill":"prefill-1","decode":"decode-1"}}}\n\ndata: [DONE]'
     )
 
@@ -119,6 +119,7 @@ async def test_a_reply_in_one_piece_has_openais_shape(served: Stack) -> None:
             "total_tokens": 2212,
             "prompt_tokens_details": {"cached_tokens": 1792},
             "headrace": {
+                "hbm_tokens": 0,
                 "decode_cached_tokens": 2208,
                 "prefill_generated_tokens": 1,
                 "prefill": "prefill-1",

@@ -108,3 +108,11 @@ def test_a_lease_is_in_doubt_when_the_broker_is_silent_and_held_again_when_it_an
     assert lease.state(0.5 + LEASE_SILENT_MAX_S) is LeaseState.DOUBTFUL, (
         "a lease runs from the asking, not from the answer"
     )
+
+
+def test_the_first_claim_that_names_a_persona_pins_its_version() -> None:
+    arbiter = Arbiter()
+    assert arbiter.claim(claim("a"), []) == Go()
+    assert arbiter.claim(msgspec.structs.replace(claim("b"), persona=7), []) == Go(persona=7)
+    assert arbiter.claim(msgspec.structs.replace(claim("c"), persona=9), []) == Go(persona=7)
+    assert arbiter.claim(claim("d", follows="c"), []) == Go(persona=7)

@@ -60,6 +60,7 @@ def test_a_claim_and_its_answer_are_written_as_the_request_was() -> None:
     assert msgspec.json.decode(messages.claim_for(claim, "json"))["type"] == "claim"
     assert messages.read_answer(messages.encode(Go(messages.pack_ids([5])))) == Go(messages.pack_ids([5]))
     assert messages.read_answer(b'{"type":"go","ids":[5]}') == Go(messages.pack_ids([5]))
+    assert messages.read_answer(b'{"type":"go","persona":7}') == Go(persona=7)
     assert messages.read_answer(b'{"type":"whole"}') == Whole()
     assert messages.read_answer(b'{"type":"from","index":3}') == From(3)
 

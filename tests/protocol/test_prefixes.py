@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.protocol.messages import Prefix, pack_ids
-from pipeline.protocol.prefixes import Prefixes
+from pipeline.protocol.prefixes import Prefixes, shared
 
 PERSONA = list(range(100, 160))
 
@@ -45,3 +45,8 @@ def test_what_is_known_of_two_prompts_begins_both_or_is_the_last(one: list[int],
     ids = known.of("a").ids
     begins_both = pack_ids(one).startswith(ids) and pack_ids(other).startswith(ids)
     assert begins_both or ids == pack_ids(other)
+
+
+def test_what_two_prompts_begin_with_is_whole_tokens() -> None:
+    assert shared(pack_ids([1, 2, 256]), pack_ids([1, 2, 512])) == pack_ids([1, 2])
+    assert shared(pack_ids([1, 2]), pack_ids([1, 2, 3])) == pack_ids([1, 2])

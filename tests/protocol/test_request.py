@@ -85,6 +85,15 @@ def test_a_request_whose_receiver_does_not_answer_gives_its_slot_away_and_comes_
     )
 
 
+def test_a_request_whose_conversation_is_worked_on_goes_back_for_a_while_before_it_is_claimed() -> None:
+    for delivered in (E.DELIVERED, E.DELIVERED_AGAIN):
+        state, effects = prefill(delivered, E.BUSY)
+        assert state.stage is S.ENDED
+        assert effects[-2:] == [F.STOP, F.NAK_FOR_A_WHILE]
+    _, effects = prefill(E.DELIVERED, E.DEADLINE, E.BUSY)
+    assert not {F.ACK, F.NAK, F.NAK_FOR_A_WHILE} & set(effects), "it comes again, too late to enter, and is told"
+
+
 def test_a_redelivered_request_is_claimed_before_anything_is_spent_on_it() -> None:
     state, effects = prefill(E.DELIVERED_AGAIN)
     assert effects == [F.CLAIM]

@@ -1,4 +1,4 @@
-"""Who shares cached prefixes: nobody can learn from a first token's time, or from `cached_tokens`, what another tenant has asked."""
+"""Who shares cached prefixes: nobody learns from a first token's time, or from `cached_tokens`, what another tenant has asked."""
 
 import msgspec
 import pytest

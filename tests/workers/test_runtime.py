@@ -6,12 +6,12 @@ import pytest
 
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus
-from pipeline.config import Config, Nats, Requests
+from pipeline.config import Config, Conversations, Nats, Requests
 from pipeline.errors import OperatorError
 from pipeline.paths import JETSTREAM
 from pipeline.protocol.subjects import CLASSES
 from tests.nats_server import NatsServer
-from workers.runtime import AGE_SPARE_S, check_ages, check_shards, run_worker
+from workers.runtime import AGE_SPARE_S, check_ages, check_shards, check_turns, run_worker
 
 DECLARED = streams.declared(JETSTREAM)
 
@@ -24,6 +24,13 @@ def with_longest(klass: str, longest_s: float) -> Config:
 def test_the_defaults_fit_the_declared_streams() -> None:
     check_shards(Config(), DECLARED)
     check_ages(Config(), DECLARED)
+    check_turns(Config(), DECLARED)
+
+
+def test_a_window_beyond_what_is_kept_of_a_conversation_is_the_operators_error() -> None:
+    check_turns(Config(conversations=Conversations(window_turns=32, step_turns=32)), DECLARED)
+    with pytest.raises(OperatorError, match="are 65 together, but of a conversation 64 turns are kept"):
+        check_turns(Config(conversations=Conversations(window_turns=33, step_turns=32)), DECLARED)
 
 
 @pytest.mark.parametrize("klass", CLASSES)

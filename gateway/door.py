@@ -1,0 +1,136 @@
+"""uvicorn's HTTP protocol, with bounds on what it leaves open: how long a head may take, and how long it may be.
+
+uvicorn waits for ever for a request's first head and for the end of a body that is not wanted any more, takes headers of any
+size, and says what is no HTTP in plain text. A connection costs little, but not nothing, and who opens a thousand of them and
+says nothing should not have them.
+"""
+
+import asyncio
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway import errors
+from pipeline.errors import ErrorBody, HeadTooLarge, RequestError, TooSlow
+from pipeline.limits import HEAD_BYTES_MAX, HEAD_TIMEOUT_S
+
+KEEP_ALIVE_S: Final = 65.0
+"""An idle connection is kept longer than common proxies keep theirs (60 s): then it is they who close, and no request is lost."""
+
+LINGER_S: Final = 1.0
+"""A refused connection is kept so long for the client to read why."""
+
+HEAD_TOO_LARGE: Final = HeadTooLarge(f"The headers are larger than {HEAD_BYTES_MAX} bytes.").body()
+HEAD_TOO_SLOW: Final = TooSlow(f"The headers have not come within {HEAD_TIMEOUT_S:g} s.").body()
+NO_HTTP: Final = RequestError("This is not valid HTTP.").body()
+
+
+class Door(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+        self._in_head = False
+        self._whole = True
+        """The last request has come to its end."""
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by the loop."""
+        super().connection_made(transport)
+        self._within(KEEP_ALIVE_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the loop."""
+        self._at_ease()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop."""
+        if self._refused:
+            return
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self._refuse(HEAD_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        """Called by the parser, at the first byte of a request."""
+        super().on_message_begin()
+        self._in_head, self._whole, self._head_bytes = True, False, 0
+        self._within(HEAD_TIMEOUT_S)
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._in_head = False
+        self._at_ease()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        self._whole = True
+        self._at_ease()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called by the server. A refused body is still read, to reach the next request, but not for ever."""
+        super().on_response_complete()
+        if self._idle and not (self._whole or self._in_head):
+            self._within(HEAD_TIMEOUT_S)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by the server, for what it cannot read."""
+        self._refuse(NO_HTTP)
+
+    @property
+    def _idle(self) -> bool:
+        """No response is owed."""
+        return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _in_unanswered_body(self) -> bool:
+        """What is being read belongs to the one request that is owed a response, of which nothing has been sent."""
+        return not (self._whole or self._in_head or self._idle or self.cycle.response_started)
+
+    def _within(self, seconds: float) -> None:
+        self._at_ease()
+        self._timer = self.loop.call_later(seconds, self._too_late)
+
+    def _at_ease(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        if self._refused:
+            self.transport.close()
+        elif not self._idle:
+            self._within(HEAD_TIMEOUT_S)  # a response is under way; it has its own bounds
+        elif self._in_head:
+            self._refuse(HEAD_TOO_SLOW)
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ErrorBody) -> None:
+        """The last word on this connection. In the middle of a response there is none, as it would be read as its text."""
+        if self._refused or self.transport.is_closing():
+            return
+        if not (self._idle or self._in_unanswered_body):
+            self.transport.close()
+            return
+        self._refused = True
+        self.transport.write(self._response(error))
+        # To close at once, with something unread, would reset the connection, and the client might lose what we have said.
+        if self.transport.can_write_eof():  # not over TLS
+            self.transport.write_eof()
+        self._within(LINGER_S)
+
+    def _response(self, error: ErrorBody) -> bytes:
+        body, status = errors.error_object(error), errors.status_of(error)
+        headers = [*self.server_state.default_headers, *errors.headers_of(error), (b"connection", b"close")]
+        lines = b"".join(b"%s: %s\r\n" % line for line in dict(headers).items())
+        phrase = errors.phrase_of(status).encode()
+        return b"HTTP/1.1 %d %s\r\n%scontent-length: %d\r\n\r\n%s" % (status, phrase, lines, len(body), body)

@@ -1,0 +1,134 @@
+"""What the gateway says over HTTP: the shapes of OpenAI's API, as vLLM serves them.
+
+What we add stands under `headrace`, or is vLLM's own (`max_model_len`); only `Readiness` is all ours.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class ChunkHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What all chunks of a streamed reply have in common; `choices` and `usage` follow."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """`cached_tokens` of the prompt were not computed by prefill."""
+
+    cached_tokens: int
+
+
+class Split(msgspec.Struct, frozen=True, kw_only=True):
+    """Our extension of usage: how the work was divided, and between which workers."""
+
+    hbm_tokens: int
+    decode_cached_tokens: int
+    prefill_generated_tokens: int
+    prefill: str
+    decode: str
+
+
+class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's `usage`."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    headrace: Split
+
+
+class ReplyMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The assistant's turn. `content` is a string even where the reply is empty."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """The one choice that we serve."""
+
+    index: int = 0
+    message: ReplyMessage
+    logprobs: None = None
+    finish_reason: str
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole reply in one piece."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: tuple[Choice]
+    usage: UsageBody
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of `/v1/models`."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["headrace"] = "headrace"
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """`/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New text. The first one also says who speaks."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The one choice, as far as it has come."""
+
+    index: int = 0
+    delta: Delta
+    logprobs: None = None
+    finish_reason: str | None = None
+
+
+class Chunk(ChunkHead, frozen=True, kw_only=True):
+    """One event of a streamed reply. The last one has no choice, but the usage, where that was asked for."""
+
+    choices: list[ChunkChoice]
+    usage: UsageBody | None = None
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong. `param` names the field or the header to blame; programs should look at `code`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The body of every refusal, and the last event of a stream that fails."""
+
+    error: ErrorDetail
+
+
+class Readiness(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of `/ready`. `reasons` says what is missing, and is empty where nothing is."""
+
+    ready: bool
+    reasons: list[str]
+    prefill: int
+    decode: int
