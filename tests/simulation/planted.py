@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from pipeline import outside
 from pipeline.bus.errors import NoResponders
 from pipeline.limits import REPEAT_PERIOD_S
 from pipeline.protocol import request
@@ -130,7 +131,16 @@ def accuser_trusts_itself() -> Iterator[None]:
     def never(self: Accuser, *_: float) -> None:
         del self
 
-    with patch.object(Accuser, "woke", never), patch.object(Accuser, "distrust_myself", never):
+    judge = Accuser.accuses
+
+    def until_now(self: Accuser, claim: Claim, _: float) -> bool:
+        return judge(self, claim, outside.monotonic_s())
+
+    with (
+        patch.object(Accuser, "woke", never),
+        patch.object(Accuser, "distrust_myself", never),
+        patch.object(Accuser, "accuses", until_now),
+    ):
         yield
 
 
