@@ -105,7 +105,7 @@ class Ends:
             letters.setdefault(id_of(stored.data), []).append(stored.subject.split(".")[1])
         for client in clients:
             have = letters.pop(client.order.id, [])
-            if have not in _letters(client, broker_died=self.caused["broker"] > 0):
+            if have not in _letters(client, calm=self._calm):
                 yield f"{client.order.id} ended with {_code(client.end)}, and the DLQ has {have or 'nothing'} of it"
             if isinstance(client, Keeping) and not client.unsent:
                 count = js.streams["REPLIES"].counts(client.subject).get(client.subject, 0)
@@ -115,7 +115,7 @@ class Ends:
             yield f"the DLQ has copies of what nobody has asked: {letters}"
 
 
-def _letters(client: Client, *, broker_died: bool) -> list[list[str]]:
+def _letters(client: Client, *, calm: bool) -> list[list[str]]:
     """What the DLQ may have of a request that has ended in this way. Which one gives up first, client or fleet, is not said."""
     order, code = client.order, _code(client.end)
     if code == "poison":
@@ -123,8 +123,8 @@ def _letters(client: Client, *, broker_died: bool) -> list[list[str]]:
     if order.bad:
         return [["malformed"]] if code == REFUSALS[order.bad] else [[], ["malformed"], ["expired"]]
     if code == "whole":
-        # Where a broker's death has undone the ack, and nobody arbitrates, the keeper cannot know of the end.
-        return [[], ["expired"]] if isinstance(client, Subscriber) and broker_died else [[]]
+        # Where its ack was lost, or undone by a broker's death, and nobody arbitrates, the keeper cannot know of the end.
+        return [[], ["expired"]] if isinstance(client, Subscriber | Keeping) and not calm else [[]]
     return [[], ["expired"], *([["poison"]] if order.poison else [])]
 
 

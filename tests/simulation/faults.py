@@ -110,7 +110,6 @@ async def _broker(world: "World", fault: Fault) -> bool:
         return False
     _tell(world, "broker", "killed", f"back in {fault.for_s:.3f} s")
     world.broker.kill()
-    world.checks.ends.caused["broker"] += 1
     world.checks.ill(None, fault.for_s + BACK_WITHIN_S)
     await asyncio.sleep(fault.for_s)
     _tell(world, "broker", "back")
