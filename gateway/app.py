@@ -32,6 +32,7 @@ from gateway.fleet import Lookout
 from gateway.intake import Terms
 from gateway.keys import Guests
 from gateway.ops import Guard, Ops
+from gateway.personas import Personas
 from gateway.replies import Replies
 from gateway.routing import Routing
 from gateway.vigil import Vigil
@@ -119,18 +120,21 @@ class Gateway:
             body_bytes_max=config.gateway.body_bytes_max,
             body_timeout_s=config.gateway.body_timeout_s,
         )
+        guard = Guard(self.guests, config.gateway.open_pages)
+        self.personas = Personas(bus, guard)
         self.ops = Ops(
             self.lookout,
             self.routing,
             self.presences,
-            Guard(self.guests, config.gateway.open_pages),
+            guard,
             lambda: self.bus.connected,
             lambda: self.draining,
         )
 
     def routes(self) -> list[BaseRoute]:
         """All that it answers."""
-        return [Route("/v1/chat/completions", self.chat, methods=["POST"]), *self.ops.routes()]
+        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
+        return [chat, *self.personas.routes(), *self.ops.routes()]
 
     def presence(self) -> Presence:
         """What it says of itself. Its id is the second token of its reply subjects, so that workers can tell when it is gone."""

@@ -128,18 +128,18 @@ def timeout_of(headers: Headers, klass: str, terms: Terms) -> float:
 def creator_of(headers: Headers, user: str | None, default: str) -> str:
     """Whose persona the prompt carries: the header, else the body's `user`, else the default. Empty counts as absent."""
     raw = headers.get(b"x-creator-id", b"")
-    return _text(raw) or user or default
+    return text_of(raw) or user or default
 
 
 def conversation_of(headers: Headers, cache_key: str | None, request: str) -> str:
     """Which requests share a history: those of the header's, else of OpenAI's `prompt_cache_key`, else this one alone."""
-    return _text(headers.get(b"x-conversation-id", b"")) or cache_key or request
+    return text_of(headers.get(b"x-conversation-id", b"")) or cache_key or request
 
 
 def referred_creator(headers: Headers, reference: Reference, default: str) -> str:
     """Whose persona a request by reference names. Raises `InvalidField` where its header says that it is another's."""
     named = reference.creator or default
-    said = _text(headers.get(b"x-creator-id", b""))
+    said = text_of(headers.get(b"x-creator-id", b""))
     if said and said != named:
         raise InvalidField(
             f"{reference.names.persona} is {named!r}, but x-creator-id is {said!r}: name one creator, or leave the header out.",
@@ -165,7 +165,7 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = O
             creator = referred_creator(headers, reference, creator)
         key.check_creator(creator)
         _bound_reply(theirs, chat, key, terms.default_max_tokens)
-        if tenant := key.tenant_for(_text(headers.get(b"x-tenant-id", b""))):
+        if tenant := key.tenant_for(text_of(headers.get(b"x-tenant-id", b""))):
             theirs["tenant"] = tenant
         if request_id := request_id_of(headers):
             theirs["request_id"] = request_id
@@ -211,7 +211,7 @@ def _envelope(request: str, timeout_s: float, terms: Terms, fields: dict[str, ob
     return encode(fields)
 
 
-def _text(raw: bytes) -> str:
+def text_of(raw: bytes) -> str:
     """A header's value. Most clients send UTF-8; HTTP's own reading is Latin-1."""
     try:
         return raw.decode("utf-8")

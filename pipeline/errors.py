@@ -110,6 +110,15 @@ class HeadTooLarge(RequestError):
     code = "headers_too_large"
 
 
+class PublishedMeanwhile(RequestError):
+    """Somebody else has changed what was to be changed."""
+
+    status = 409
+    type = "ConflictError"
+    code = "published_meanwhile"
+    retryable = True
+
+
 class TooSlow(RequestError):
     """The request did not come in time."""
 

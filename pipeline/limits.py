@@ -58,7 +58,7 @@ SURPLUS_HOLD_S: Final = 0.02
 """A message delivered beyond the free slots waits this long for one before it is given back."""
 
 SURPLUS_PAUSE_S: Final = 0.1
-"""A shard that brought a surplus message is not topped up for this long, so that backlog alone costs no deliveries."""
+"""A shard of which a message was given back is not topped up for this long, so that backlog alone costs no deliveries."""
 
 BACKLOG_UNSERVED_S: Final = 0.05
 """A pull on a shard with backlog is served within a round trip. One that is not, after this long, shows that others took it."""

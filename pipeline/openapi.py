@@ -13,7 +13,16 @@ import msgspec
 
 from pipeline.limits import REQUEST_ID_BYTES_MAX
 from pipeline.protocol.chat import Chat
-from pipeline.protocol.openai import Chunk, Completion, ErrorReply, ModelCard, ModelList, Readiness
+from pipeline.protocol.openai import (
+    Chunk,
+    Completion,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    PersonaBody,
+    PersonaPublished,
+    Readiness,
+)
 from pipeline.protocol.subjects import CLASSES
 
 REF: Final = "#/components/schemas/{name}"
@@ -50,7 +59,7 @@ _RETRY_HEADERS: Final[Node] = {
 @functools.cache
 def document() -> bytes:
     """The document, as JSON."""
-    served = (Chat, Completion, Chunk, ModelList, ModelCard, ErrorReply, Readiness)
+    served = (Chat, Completion, Chunk, ModelList, ModelCard, PersonaBody, PersonaPublished, ErrorReply, Readiness)
     _, components = msgspec.json.schema_components(served, ref_template=REF)
     return msgspec.json.encode(
         {
@@ -81,6 +90,11 @@ def _paths() -> Node:
             "parameters": [_in_path("model")],
             "get": _get("model", "One of them.", _json(ModelCard), (401, 404)),
         },
+        "/v1/personas/{creator}": {
+            "parameters": [_in_path("creator")],
+            "get": _get("persona", "Whose voice its replies have.", _json(PersonaPublished), (401, 403, 404, 503)),
+            "put": _put_persona(),
+        },
         "/v1/routes/{creator}": {
             "parameters": [_in_path("creator")],
             "get": _get("route", "Where a creator's requests go now, and why.", _body("application/json", {}), (401,)),
@@ -108,6 +122,14 @@ def _chat() -> Node:
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(Chat)}}},
         "responses": {"200": whole, **_errors(_CHAT_ERRORS)},
+    }
+
+
+def _put_persona() -> Node:
+    errors = (400, 401, 403, 408, 409, 413, 503)
+    operation = _get("putPersona", "Publish a version, which its owner warms up.", _json(PersonaPublished), errors)
+    return operation | {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(PersonaBody)}}}
     }
 
 

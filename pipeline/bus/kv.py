@@ -15,6 +15,9 @@ from pipeline.bus import reading
 from pipeline.bus.connection import Bus, Message, Subscription
 from pipeline.bus.errors import ApiError
 
+WRONG_REVISION = 10071
+"""`ApiError.err_code` of a write whose key is not at the revision that its writer has seen."""
+
 _TIMEOUT_S = 2.0
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"

@@ -20,6 +20,7 @@ from pipeline.errors import OperatorError, RequestError
 
 if TYPE_CHECKING:
     from pipeline.bus.connection import Bus
+    from pipeline.bus.personas import Published
     from pipeline.bus.reading import Kept
     from pipeline.protocol.personas import Persona
 
@@ -50,7 +51,7 @@ def put(
     """
     persona = _from_file(creator, tenant, file)
 
-    async def publish(bus: "Bus") -> tuple[int, bool]:
+    async def publish(bus: "Bus") -> "Published":
         return await _put(bus, persona)
 
     revision, new = _run(config, publish)
@@ -156,35 +157,18 @@ def _from_file(creator: str, tenant: str, file: Path) -> "Persona":
         ) from None
 
 
-async def _put(bus: "Bus", persona: "Persona") -> tuple[int, bool]:
-    """(the revision, whether it is new)."""
+async def _put(bus: "Bus", persona: "Persona") -> "Published":
+    from pipeline.bus import personas
     from pipeline.bus.errors import ApiError
-    from pipeline.bus.kv import Bucket
-    from pipeline.protocol import personas
 
-    bucket, key = Bucket(bus, personas.BUCKET), personas.key_of(persona.creator, persona.tenant)
     try:
-        data = personas.write(persona)
+        return await personas.put(bus, persona)
     except RequestError as error:
         raise OperatorError(str(error), "Nothing was published.") from None
-    last = await bucket.read(key)
-    if last is not None and last.value == data:
-        return last.revision, False
-    try:
-        return await bucket.write(key, data, last.revision if last else await _mark(bus, key)), True
     except ApiError as error:
         raise OperatorError(
             f"Not published: {error}.", "If somebody else has just published one, look, and try again."
         ) from None
-
-
-async def _mark(bus: "Bus", key: str) -> int:
-    """The revision of what NATS's own tools leave of a key that they delete."""
-    from pipeline.bus import reading
-    from pipeline.protocol.personas import BUCKET
-
-    kept = await reading.last_of(bus, f"KV_{BUCKET}", f"$KV.{BUCKET}.{key}")
-    return kept.sequence if kept is not None else 0
 
 
 def _row(kept: "Kept") -> dict[str, Any]:

@@ -35,6 +35,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     in_flight_max: _Count | None = None
     in_flight_bytes_max: _Count | None = None
     reply_tokens_max: _Count | None = None
+    personas: bool = False
+    """Whether it may publish its creators' personas."""
 
     def check_class(self, klass: str) -> None:
         """Raise `NotAllowed` for a class that this key may not use."""

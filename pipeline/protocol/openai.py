@@ -3,7 +3,7 @@
 What we add stands under `headrace`, or is vLLM's own (`max_model_len`); only `Readiness` is all ours.
 """
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -132,3 +132,20 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True):
     reasons: list[str]
     prefill: int
     decode: int
+
+
+class PersonaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every prompt of a creator begins with; `template` are arguments of the chat template."""
+
+    system: Annotated[str, msgspec.Meta(min_length=1)]
+    template: dict[str, Any] = {}
+
+
+class PersonaPublished(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of a persona. `new`: this request has published it."""
+
+    creator: str
+    version: int
+    new: bool
+    system: str
+    template: dict[str, Any]
