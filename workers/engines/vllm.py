@@ -172,15 +172,19 @@ class VllmEngine:
                 async for step in steps:
                     yield step
             return
+        logprobs = self._chat.Logprobs(self._engine, chat)
         async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended)) as outputs:
             async for output in outputs:
-                choice = output.outputs[0]
-                yield Step(
-                    token_ids=list(choice.token_ids),
-                    text=choice.text,
-                    cached_tokens=output.num_cached_tokens or 0,
-                    finish_reason=_finish_reason(choice.finish_reason),
-                )
+                for choice in output.outputs:
+                    yield Step(
+                        token_ids=list(choice.token_ids),
+                        text=choice.text,
+                        cached_tokens=output.num_cached_tokens or 0,
+                        finish_reason=_finish_reason(choice.finish_reason),
+                        choice=choice.index,
+                        stop_reason=choice.stop_reason,
+                        logprobs=logprobs.of(choice),
+                    )
 
     async def _continue(
         self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, delivered: Sequence[int]
@@ -197,7 +201,7 @@ class VllmEngine:
             async for output in outputs:
                 choice = output.outputs[0]
                 reason = _finish_reason(choice.finish_reason)
-                step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0)
+                step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0, choice.stop_reason)
                 yield step
                 if step.finish_reason is not None:
                     return

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
@@ -23,9 +24,7 @@ from pipeline.errors import EngineDead, EngineFailed, InvalidField, PromptTooLon
 ENVELOPE: Final = frozenset({"id", "reply_to", "claim_at", "timeout_ms", "type", "v"})
 """The pipeline's own keys, which travel beside the client's."""
 
-OURS: Final = frozenset(
-    {"kv_transfer_params", "ec_transfer_params", "cache_salt", "stream", "stream_options", "request_id"}
-)
+OURS: Final = frozenset({"kv_transfer_params", "ec_transfer_params", "stream", "stream_options", "request_id"})
 """What a client may not decide in an engine. The first two reach into the scheduler, where a wrong value ends the process."""
 
 TOO_LONG: Final = frozenset({"input_tokens", "input_text"})
@@ -50,10 +49,8 @@ def chat_request(chat: Mapping[str, Any]) -> Any:
 
 
 def _refuse_undeliverable(request: Any) -> None:
-    """A reply is one choice of text: refuse what would silently be left out of it."""
+    """A reply is text with its logprobs: refuse what would silently be left out of it."""
     asked = {
-        "n": request.n not in (None, 1),
-        "logprobs": bool(request.logprobs),
         "prompt_logprobs": request.prompt_logprobs is not None,
         "use_beam_search": request.use_beam_search,
         "echo": request.echo,
@@ -128,6 +125,32 @@ def _max_tokens(request: Any, engine: Any) -> int:
         if asked is not None:
             return int(asked)
     return int(engine.model_config.max_model_len)
+
+
+class Logprobs:
+    """Logprobs as `vllm serve` says them, by its own code."""
+
+    def __init__(self, engine: Any, chat: Mapping[str, Any]) -> None:
+        self._request = chat_request({"messages": [], **chat})
+        self._tokenizer = engine.renderer.tokenizer
+        self._serving: Any = OpenAIServingChat.__new__(
+            OpenAIServingChat
+        )  # of which this needs one setting, and no server
+        self._serving.return_tokens_as_token_ids = False
+
+    def of(self, output: Any) -> str:
+        """Those of a step's tokens, as `Step` carries them. Nothing where none were asked for."""
+        if not self._request.logprobs or not output.token_ids:
+            return ""
+        said = self._serving._create_chat_logprobs(  # noqa: SLF001  # a copy would be ours to keep equal
+            token_ids=output.token_ids,
+            top_logprobs=output.logprobs,
+            tokenizer=self._tokenizer,
+            num_output_top_logprobs=self._request.top_logprobs,
+            logprob_token_ids=self._request.logprob_token_ids,
+            return_as_token_id=self._request.return_tokens_as_token_ids,
+        )
+        return ",".join(entry.model_dump_json() for entry in said.content)
 
 
 def prefill_sampling() -> Any:
