@@ -173,7 +173,8 @@ class VllmEngine:
                     yield step
             return
         logprobs = self._chat.Logprobs(self._engine, chat)
-        async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended)) as outputs:
+        priority = int(chat.get("priority") or 0)  # which a scheduler heeds whose policy it is: see `extra`
+        async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended, priority)) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
                     yield Step(
@@ -207,12 +208,18 @@ class VllmEngine:
                     return
 
     async def _generate(
-        self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, reasoning_ended: bool | None
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        parameters: Any,
+        reasoning_ended: bool | None,
+        priority: int = 0,
     ) -> AsyncGenerator[Any, None]:
         """vLLM's outputs for one request, with our errors. Closing it aborts the request."""
         assert SALT.fullmatch(salt), "a salt is hex"
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
-        outputs = self._engine.generate(prompt, parameters, key, reasoning_ended=reasoning_ended)
+        outputs = self._engine.generate(prompt, parameters, key, reasoning_ended=reasoning_ended, priority=priority)
         async with aclosing(outputs):
             try:
                 async for output in outputs:
