@@ -45,19 +45,39 @@ class DetailedChunks:
     def _piece(
         self, piece: Piece, finish_reason: str | None = None, stop_reason: int | str | UnsetType = UNSET
     ) -> bytes:
-        detail, first = self._order.detail, not self._counts
-        role = None if piece.choice in self._counts else detail.role
-        count = self._counts[piece.choice] = self._counts.get(piece.choice, 0) + len(piece.ids)
+        first = piece.choice not in self._counts
+        self._counts.setdefault(piece.choice, 0)
+        *deltas, last = self._deltas(piece, first=first)
+        before = b"".join(self._chunk(Piece(piece.choice, "", ()), delta) for delta in deltas)
+        return before + self._chunk(piece, last, finish_reason, stop_reason)
+
+    def _deltas(self, piece: Piece, *, first: bool) -> list[Delta | msgspec.Raw]:
+        """Text and who speaks; or where tools may be called, what the worker has made of the text."""
+        if not self._order.detail.tools:
+            return [Delta(role=self._order.detail.role if first else None, content=piece.text)]
+        head: list[Delta | msgspec.Raw] = [Delta(role=self._order.detail.role, content="")] if first else []
+        return [*head, *msgspec.json.decode(f"[{piece.message}]", type=list[msgspec.Raw])] or [Delta()]
+
+    def _chunk(
+        self,
+        piece: Piece,
+        delta: Delta | msgspec.Raw,
+        finish_reason: str | None = None,
+        stop_reason: int | str | UnsetType = UNSET,
+    ) -> bytes:
+        detail = self._order.detail
+        first = not any(self._counts.values())
+        self._counts[piece.choice] += len(piece.ids)
         choice = ChunkChoice(
             index=piece.choice,
-            delta=Delta(role=role, content=piece.text),
+            delta=delta,
             logprobs=self._logprobs(piece),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             token_ids=list(piece.ids) if detail.ids else UNSET,
         )
-        prompt = unpack_ids(self._receiver.prompt) if detail.ids and first else UNSET
-        return self._event([choice], self._usage(count), prompt)
+        prompt = unpack_ids(self._receiver.prompt) if detail.ids and first and piece.ids else UNSET
+        return self._event([choice], self._usage(self._counts[piece.choice]), prompt)
 
     def _logprobs(self, piece: Piece) -> LogprobsBody | None:
         return openai.logprobs_of(piece.logprobs) if self._order.detail.logprobs and piece.logprobs else None

@@ -35,7 +35,8 @@ OPEN: Final = Key(name="-", sha256="0" * 64, tenant="*")
 
 
 class Detail(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reply must say beside one text: several `choices`, `logprobs`, the `ids` of its tokens, usage in every chunk.
+    """What a reply must say beside one text: several `choices`, `logprobs`, the `ids` of its tokens, usage in every chunk, calls
+    of `tools`.
 
     `role` is who speaks: where no new turn was to begin, who spoke last.
     """
@@ -44,6 +45,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     ids: bool = False
     continuous_usage: bool = False
+    tools: bool = False
     role: str = "assistant"
 
     @property
@@ -59,6 +61,7 @@ def detail_of(chat: Chat) -> Detail:
         choices=chat.n or 1,
         logprobs=bool(chat.logprobs),
         ids=bool(chat.return_token_ids),
+        tools=bool(chat.tools) and chat.tool_choice != "none",
         continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
         role=chat.messages[-1].role if chat.add_generation_prompt is False else "assistant",
     )

@@ -64,7 +64,9 @@ def completion(order: Order, created: int, done: Done) -> bytes:
 def _choice(order: Order, index: int, choice: Said) -> Choice:
     return Choice(
         index=index,
-        message=ReplyMessage(role=order.detail.role, content=choice.text),
+        message=msgspec.Raw(choice.message.encode())
+        if choice.message
+        else ReplyMessage(role=order.detail.role, content=choice.text),
         logprobs=logprobs_of(choice.logprobs) if order.detail.logprobs else None,
         finish_reason=choice.finish_reason,
         stop_reason=UNSET if choice.stop_reason is None else choice.stop_reason,

@@ -180,7 +180,8 @@ class DecodeJob(Job):
                     self._began(began_s, step, len(prompt))
                     began_s = 0.0
                 metrics.DECODE_TOKENS.inc(len(step.token_ids))
-                if frame := self.outbox.add(list(step.token_ids), step.text, step.choice, step.logprobs):
+                new = (list(step.token_ids), step.text, step.choice, step.logprobs, step.message)
+                if frame := self.outbox.add(*new):
                     self._send(frame)
                 if step.finish_reason is not None:
                     self.outbox.end(step.choice, step.finish_reason, step.stop_reason)

@@ -54,6 +54,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     logprobs: bool | None = None
     tools: list[Any] | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
     response_format: Mapping[str, Any] | None = None
     return_token_ids: bool | None = None
     add_generation_prompt: bool | None = None

@@ -406,6 +406,7 @@ def _extra_in_json(extra: Extra) -> ExtraInJson:
         logprobs=_listed(extra.logprobs),
         prompt_tokens=extra.prompt_tokens,
         prompt=unpack_ids(extra.prompt),
+        message=_listed(extra.message),
     )
 
 
@@ -416,6 +417,7 @@ def _choice_in_json(choice: Choice) -> ChoiceInJson:
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         logprobs=_listed(choice.logprobs),
+        message=_listed(choice.message),
     )
 
 

@@ -60,7 +60,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One of the `n` replies. `stop_reason` and `token_ids` are vLLM's: what ended it, and its tokens, if asked for."""
 
     index: int = 0
-    message: ReplyMessage
+    message: ReplyMessage | msgspec.Raw
     logprobs: LogprobsBody | None = None
     finish_reason: str
     stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
@@ -107,7 +107,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One of the `n` replies, as far as it has come."""
 
     index: int = 0
-    delta: Delta
+    delta: Delta | msgspec.Raw
     logprobs: LogprobsBody | None = None
     finish_reason: str | None = None
     stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET

@@ -7,23 +7,29 @@ class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few tokens frames carry. `choice`: which of a request's `n` replies goes on.
 
     `logprobs` are OpenAI's entries of `logprobs.content`, a token each, as JSON objects joined by commas. The first frame of a
-    claim has the prompt, where it is asked for: its length in tokens, and its ids (packed).
+    claim has the prompt, where it is asked for: its length in tokens, and its ids (packed). `message` is what the text means
+    where tools may be called: OpenAI's deltas, as JSON objects joined by commas.
     """
 
     choice: int = 0
     logprobs: str = ""
     prompt_tokens: int = 0
     prompt: bytes = b""
+    message: str = ""
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One whole reply: packed ids, text, why and by what it ended (a stop string or token), and logprobs as in `Extra`."""
+    """One whole reply: packed ids, text, why and by what it ended (a stop string or token), and logprobs as in `Extra`.
+
+    `message` is all its deltas, or where it is not streamed, OpenAI's message.
+    """
 
     ids: bytes
     text: str
     finish_reason: str
     stop_reason: int | str | None = None
     logprobs: str = ""
+    message: str = ""
 
 
 class ExtraInJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +39,7 @@ class ExtraInJson(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: msgspec.Raw
     prompt_tokens: int
     prompt: list[int]
+    message: msgspec.Raw
 
 
 class ChoiceInJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,3 +50,4 @@ class ChoiceInJson(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     stop_reason: int | str | None
     logprobs: msgspec.Raw
+    message: msgspec.Raw

@@ -40,6 +40,7 @@ class Piece(msgspec.Struct, frozen=True):
     text: str
     ids: tuple[int, ...]
     logprobs: str = ""
+    message: str = ""
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
@@ -55,6 +56,7 @@ def joined(pieces: Sequence[Piece]) -> list[Piece]:
             "".join(one.text for one in mine),
             tuple(token for one in mine for token in one.ids),
             ",".join(one.logprobs for one in mine if one.logprobs),
+            ",".join(one.message for one in mine if one.message),
         )
         for choice, mine in of.items()
     ]
@@ -76,22 +78,24 @@ class Heard(msgspec.Struct, frozen=True):
     repeated: int = 0
     choice: int = 0
     logprobs: str = ""
+    message: str = ""
     others: tuple[Piece, ...] = ()
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """All that is new."""
-        if not self.text and not self.ids:
+        if not self.text and not self.ids and not self.message:
             return self.others
-        return (Piece(self.choice, self.text, self.ids, self.logprobs), *self.others)
+        return (Piece(self.choice, self.text, self.ids, self.logprobs, self.message), *self.others)
 
 
 class _Had(msgspec.Struct):
-    """How much of a choice has been delivered: tokens, characters of text, and of logprobs."""
+    """How much of a choice has been delivered: tokens, characters of text, of logprobs, of the message."""
 
     tokens: int = 0
     text: int = 0
     logprobs: int = 0
+    message: int = 0
 
 
 class Receiver:
@@ -149,7 +153,9 @@ class Receiver:
         self._keep(extra.choice, ids, frame.text)
         had = self._had[extra.choice]
         had.logprobs += len(extra.logprobs) + bool(had.logprobs and extra.logprobs)
-        return Heard(text=frame.text, ids=tuple(ids), choice=extra.choice, logprobs=extra.logprobs)
+        had.message += len(extra.message) + bool(had.message and extra.message)
+        said = (extra.choice, extra.logprobs, extra.message)
+        return Heard(frame.text, tuple(ids), None, None, None, 0, *said)
 
     def _keep(self, choice: int, ids: list[int], text: str) -> None:
         had = self._had.setdefault(choice, _Had())
@@ -161,16 +167,18 @@ class Receiver:
 
     def _done(self, frame: Done) -> Heard:
         first, *others = (self._rest(index, choice) for index, choice in enumerate(frame.all_choices))
-        new = tuple(piece for piece in others if piece.text or piece.ids)
-        return Heard(text=first.text, ids=first.ids, answer=Whole(), end=frame, logprobs=first.logprobs, others=new)
+        new = tuple(piece for piece in others if piece.text or piece.ids or piece.message)
+        more = (first.choice, first.logprobs, first.message, new)
+        return Heard(first.text, first.ids, Whole(), None, frame, 0, *more)
 
     def _rest(self, index: int, choice: Choice) -> Piece:
         """What has not come of a choice that is whole."""
         had = self._had.get(index, _Had())
         ids, text = unpack_ids(choice.ids)[had.tokens :], choice.text[had.text :]
         logprobs = choice.logprobs[had.logprobs :].removeprefix(",")
+        message = choice.message[had.message :].removeprefix(",")
         self._keep(index, ids, text)
-        return Piece(index, text, tuple(ids), logprobs)
+        return Piece(index, text, tuple(ids), logprobs, message)
 
     def _repair(self, now_s: float) -> tuple[str, Notice] | None:
         """Ask for what is missing, but not again for every frame that follows the gap."""
@@ -205,20 +213,21 @@ class Outbox:
         """The text that the `delivered` tokens have given, under other claims."""
         self._delivered = pack_ids(delivered)
         self._frames: list[Tokens] = []
-        self._tails: dict[int, str] = {}
+        self._tails: dict[int, tuple[str, str]] = {}
         self._ends: dict[int, tuple[str, int | str | None]] = {}
 
-    def add(self, ids: list[int], text: str, choice: int = 0, logprobs: str = "") -> Tokens | None:
-        """The frame for these new tokens. Text without a token has no index of its own: it goes with `Done`."""
-        text = self._tails.pop(choice, "") + text
+    def add(self, ids: list[int], text: str, choice: int = 0, logprobs: str = "", message: str = "") -> Tokens | None:
+        """The frame for these new tokens. What has no token has no index of its own: it goes with the next, or with `Done`."""
+        held_text, held_message = self._tails.pop(choice, ("", ""))
+        text, message = held_text + text, ",".join(filter(None, (held_message, message)))
         if not ids:
-            self._tails[choice] = text
+            self._tails[choice] = (text, message)
             return None
         extra: Extra | None = None
         if not self._frames and self.prompt_tokens:
-            extra = Extra(choice, logprobs, self.prompt_tokens, self.prompt)
-        elif choice or logprobs:
-            extra = Extra(choice, logprobs)
+            extra = Extra(choice, logprobs, self.prompt_tokens, self.prompt, message)
+        elif choice or logprobs or message:
+            extra = Extra(choice, logprobs, message=message)
         frame = Tokens(1, self.request, self.claim, self.length, pack_ids(ids), text, extra)
         self.length += len(ids)
         self._frames.append(frame)
@@ -241,16 +250,19 @@ class Outbox:
         """The frame that ends the reply, once all choices have: all of it once more."""
         choices = [self._choice(index) for index in sorted(self._ends)]
         first = choices[0]
-        plain = len(choices) == 1 and first.stop_reason is None and not first.logprobs
+        plain = len(choices) == 1 and first.stop_reason is None and not first.logprobs and not first.message
         said = (first.ids, first.text, first.finish_reason)
         more = [] if plain else choices
         return Done(1, self.request, self.claim, self.length, *said, usage, more, self.prompt)
 
     def _choice(self, index: int) -> Choice:
         mine = [frame for frame in self._frames if (frame.extra or _NO_EXTRA).choice == index]
+        extras = [frame.extra for frame in mine if frame.extra]
+        held_text, held_message = self._tails.get(index, ("", ""))
         ids = b"".join(frame.ids for frame in mine)
-        text = "".join(frame.text for frame in mine) + self._tails.get(index, "")
-        logprobs = ",".join(frame.extra.logprobs for frame in mine if frame.extra and frame.extra.logprobs)
+        text = "".join(frame.text for frame in mine) + held_text
+        logprobs = ",".join(extra.logprobs for extra in extras if extra.logprobs)
+        message = ",".join(filter(None, (*(extra.message for extra in extras), held_message)))
         if index == 0:
             ids, text = self._delivered + ids, self.before + text
-        return Choice(ids, text, *self._ends[index], logprobs)
+        return Choice(ids, text, *self._ends[index], logprobs, message)

@@ -2,7 +2,7 @@
 
 What may differ, and why:
 
-    id, created, system_fingerprint         each server's own
+    id, created, system_fingerprint         each server's own; a tool call's id is drawn
     null against absent                     vLLM writes many nulls; what is null says nothing
     usage.prompt_tokens_details, .headrace  ours says always what was cached, and how the work was split (README)
     the first chunk                         ours carries role and first text together, because clients time the first chunk
@@ -12,6 +12,7 @@ What may differ, and why:
     usage null                              OpenAI's way in chunks before the one with usage; vLLM leaves it out
     usage in the chunks                     counts what has been sent up to there; of each choice the last one is compared
     an error's message and type             ours names the field as the body has it; pydantic's are long
+    what is not asked here                  no max_tokens: ours has the operator's default; request_id: ours is its own
     an error's code                         a word that programs can look at; vLLM repeats the status
     an error's param                        ours names the field where vLLM says nothing, and without vLLM's `body.` in front
 """
@@ -86,9 +87,19 @@ def _add(said: dict[str, Any], choice: Any) -> None:
     for name, more in (("logprobs", (choice["logprobs"] or {}).get("content")), ("token_ids", choice.get("token_ids"))):
         if more is not None:
             said.setdefault(name, []).extend(more)
+    for call in delta.get("tool_calls") or []:
+        _call(said.setdefault("tool_calls", {}), call)
     if choice["finish_reason"] is not None:
         said["ends"] += 1
         said |= {"finish_reason": choice["finish_reason"], "stop_reason": choice.get("stop_reason")}
+
+
+def _call(calls: dict[int, Any], call: Any) -> None:
+    """A piece of a tool call. Its id and name come once, its arguments in pieces."""
+    said = calls.setdefault(call["index"], {"ids": 0, "name": "", "arguments": ""})
+    said["ids"] += bool(call.get("id"))
+    said["name"] += call["function"].get("name") or ""
+    said["arguments"] += call["function"].get("arguments") or ""
 
 
 def _bare(node: Any) -> Any:

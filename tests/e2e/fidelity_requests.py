@@ -18,8 +18,23 @@ _SCHEMA: Final = {
 }
 _TOOL: Final = {
     "type": "function",
-    "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+        },
+    },
 }
+_NAMED: Final[Body] = {"type": "function", "function": {"name": "weather"}}
+_WEATHER: Final = {"role": "user", "content": "What is the weather in Paris? Use the tool."}
+_CALL: Final = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+_ANSWERED: Final = [
+    _WEATHER,
+    {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "Sunny."},
+]
 _FORMAT: Final = {"type": "json_schema", "json_schema": {"name": "person", "schema": _SCHEMA}}
 _NARROW: Final = {"temperature": 1.0, "top_k": 1}
 """Greedy in all but name, which vLLM refuses for several replies."""
@@ -88,6 +103,19 @@ BOTH: Final[dict[str, Body]] = {
     "regex": _body(structured_outputs={"regex": "[A-Z]{3}"}),
     "grammar": _body(structured_outputs={"grammar": 'root ::= "Paris" | "Rome"'}),
     "schema and logprobs": _body(structured_outputs=_WORD, logprobs=True, n=2) | _NARROW,
+    "tools auto": _body(tools=[_TOOL]),
+    "tools auto, asked": _body(messages=[_WEATHER], tools=[_TOOL], tool_choice="auto", max_tokens=40),
+    "tools required": _body(messages=[_WEATHER], tools=[_TOOL], tool_choice="required", max_tokens=60),
+    "tool named": _body(messages=[_WEATHER], tools=[_TOOL], tool_choice=_NAMED, max_tokens=40),
+    "tool named, cut": _body(messages=[_WEATHER], tools=[_TOOL], tool_choice=_NAMED, max_tokens=4),
+    "tools required, one": _body(
+        messages=[_WEATHER], tools=[_TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=60
+    ),
+    "tools, n and ids": _body(
+        messages=[_WEATHER], tools=[_TOOL], tool_choice=_NAMED, n=2, return_token_ids=True, logprobs=True, max_tokens=30
+    )
+    | _NARROW,
+    "tool answered": _body(messages=_ANSWERED, tools=[_TOOL], tool_choice="none"),
     "tools unused": _body(tools=[_TOOL], tool_choice="none"),
     "unknown field": _body(surprise=1),
     "priority": _body(priority=3),
@@ -134,7 +162,7 @@ ERRORS: Final[dict[str, Body]] = {
     "two constraints": _body(structured_outputs={"regex": "a", "choice": ["a"]}),
     "both prompts": _body(continue_final_message=True, add_generation_prompt=True),
     "usage unstreamed": _body(stream_options={"include_usage": True}),
-    "tools auto": _body(tools=[_TOOL]),
+    "tool_choice unknown": _body(tools=[_TOOL], tool_choice=_NAMED | {"function": {"name": "sun"}}),
     "tools empty": _body(tools=[]),
     "tool_choice alone": _body(tool_choice="auto"),
     "model": _body(model="another"),

@@ -25,6 +25,7 @@ START_S = 180.0
 OPTIONS = (
     *("--served-model-name", MODEL, "--dtype", "float32", "--max-model-len", "3072", "--max-num-seqs", "8"),
     *("--block-size", "32", "--kv-cache-memory-bytes", "268435456", "--enforce-eager", "--host", "127.0.0.1"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
 
 

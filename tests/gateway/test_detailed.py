@@ -41,7 +41,7 @@ def joined(chunks: list[Any], index: int) -> dict[str, Any]:
     logprobs = [entry for choice in said for entry in (choice["logprobs"] or {"content": []})["content"]]
     return {
         "roles": [choice["delta"]["role"] for choice in said if "role" in choice["delta"]],
-        "text": "".join(choice["delta"]["content"] for choice in said),
+        "text": "".join(choice["delta"].get("content", "") for choice in said),
         "logprobs": logprobs,
         "ids": [token for choice in said for token in choice.get("token_ids", [])],
         "ends": [choice["finish_reason"] for choice in said if choice["finish_reason"]],
@@ -92,6 +92,40 @@ async def test_usage_comes_at_the_end_of_detailed_replies_too(served: Stack) -> 
     *chunks, last, _ = events((await served.ask(n=2, stream=True, stream_options={"include_usage": True})).content)
     assert {chunk["usage"] for chunk in chunks} == {None}
     assert last["usage"]["prompt_tokens"] == 2210
+
+
+async def test_calls_of_tools_are_passed_on_as_the_worker_has_read_them(served: Stack) -> None:
+    deltas = ['{"tool_calls":[{"index":0,"id":"t","function":{"name":"sun"}}]}', '{"content":"b"}', '{"content":"c"}']
+
+    async def script(job: Job) -> None:
+        await job.claim()
+        outbox = Outbox(job.id, job.claim_id)
+        if job.tree.get("stream"):
+            for number, message in enumerate((deltas[0], "", f"{deltas[1]},{deltas[2]}")):
+                frame = outbox.add([number], "x", message=message)
+                assert isinstance(frame, Tokens)
+                await job.send([frame])
+        else:
+            outbox.add([0], "x", message='{"role":"assistant","content":null}')
+        outbox.end(0, "tool_calls")
+        await job.done_with(outbox.done(job.usage()))
+
+    served.double.script = script
+    tools = [{"type": "function", "function": {"name": "sun"}}]
+    body = (await served.ask(tools=tools)).json()
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": None}
+    *chunks, _ = events((await served.ask(tools=tools, stream=True)).content)
+    said = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["delta"]]
+    assert said == [{"role": "assistant", "content": ""}, *map(json.loads, deltas)]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_where_tools_may_not_be_called_the_text_is_the_message(served: Stack) -> None:
+    served.double.script = saying("a", "b")
+    fields: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "sun"}}], "tool_choice": "none"}
+    assert (await served.ask(**fields)).json()["choices"][0]["message"]["content"] == "ab"
+    *chunks, _ = events((await served.ask(**fields, stream=True)).content)
+    assert joined(chunks, 0)["text"] == "ab"
 
 
 async def test_what_stopped_a_reply_is_said(served: Stack) -> None:

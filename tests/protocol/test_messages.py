@@ -65,12 +65,19 @@ def test_a_frame_reads_the_same_in_both_encodings(frame: messages.AnyFrame) -> N
 def test_what_frames_carry_beyond_text_is_spelled_out_in_json() -> None:
     extra = Extra(1, '{"token":"a"}', 3, messages.pack_ids([5]))
     said = msgspec.json.decode(messages.frame_for(Tokens(1, "r", "c", 0, b"", "x", extra), "json"))
-    assert said["extra"] == {"choice": 1, "logprobs": [{"token": "a"}], "prompt_tokens": 3, "prompt": [5]}
-    choice = Choice(messages.pack_ids([7]), "x", "stop", 7, "")
+    assert said["extra"] == {
+        "choice": 1,
+        "logprobs": [{"token": "a"}],
+        "prompt_tokens": 3,
+        "prompt": [5],
+        "message": [],
+    }
+    choice = Choice(messages.pack_ids([7]), "x", "stop", 7, "", '{"content":"x"}')
     done = Done(1, "r", "c", 1, b"", "x", "stop", USAGE, [choice], messages.pack_ids([5]))
     said = msgspec.json.decode(messages.frame_for(done, "json"))
     assert said["prompt"] == [5]
-    assert said["choices"] == [{"ids": [7], "text": "x", "finish_reason": "stop", "stop_reason": 7, "logprobs": []}]
+    plain = {"ids": [7], "text": "x", "finish_reason": "stop", "stop_reason": 7}
+    assert said["choices"] == [plain | {"logprobs": [], "message": [{"content": "x"}]}]
 
 
 def test_a_reader_that_knows_no_extras_reads_the_rest() -> None:

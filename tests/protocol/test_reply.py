@@ -168,6 +168,29 @@ def test_held_back_text_of_one_choice_does_not_go_with_another() -> None:
     assert [choice.text for choice in outbox.done(USAGE).choices] == ["a", "x"]
 
 
+def test_what_the_text_means_comes_in_pieces_and_what_is_lost_at_the_end() -> None:
+    receiver, outbox = held()
+    first = outbox.add([1], "a", message='{"d":1}')
+    assert first is not None
+    assert receiver.frame(first, 0.0).pieces == (Piece(0, "a", (1,), "", '{"d":1}'),)
+    assert outbox.add([], "", message='{"d":2}') is None, "a delta without a token goes with the next"
+    second = outbox.add([2], "b", message='{"d":3}')
+    assert second is not None
+    assert receiver.frame(second, 0.0).message == '{"d":2},{"d":3}'
+    outbox.add([3], "", message='{"d":4}')
+    outbox.add([], "", message='{"d":5}')
+    done = done_of(outbox)
+    assert done.choices[0].message == '{"d":1},{"d":2},{"d":3},{"d":4},{"d":5}'
+    assert receiver.frame(done, 0.0).pieces == (Piece(0, "", (3,), "", '{"d":4},{"d":5}'),)
+
+
+def test_a_message_alone_is_news() -> None:
+    receiver, outbox = held()
+    receiver.frame(sent(outbox, [1], "a"), 0.0)
+    outbox.add([], "", message='{"content":"a"}')
+    assert receiver.frame(done_of(outbox), 0.0).pieces == (Piece(0, "", (), "", '{"content":"a"}'),)
+
+
 def test_news_is_joined_by_choice() -> None:
     pieces = [Piece(0, "a", (1,), "{}"), Piece(1, "x", (2,)), Piece(0, "b", (3,), "{}")]
     assert joined(pieces) == [Piece(0, "ab", (1, 3), "{},{}"), Piece(1, "x", (2,))]

@@ -106,7 +106,7 @@ class VllmEngine:
         events_at = Path(self._events_at.name) if self._events_at else None
         self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage, events_at)
         self._info = vllm_setup.describe(self._engine, self._config, self._model_path)
-        self._renderer = vllm_chat.renderer(self._engine)
+        self._renderer = vllm_chat.renderer(self._engine, self._config.model.tool_parser)
         self._defaults = self._engine.model_config.get_diff_sampling_param()
 
     def _listen(self) -> None:
@@ -166,25 +166,27 @@ class VllmEngine:
 
         Raises as `prefill`, and `RequestError` for sampling parameters that vLLM refuses.
         """
-        parameters, reasoning_ended = self._chat.sampling(chat, max_tokens, self._defaults)
+        request, parameters, reasoning_ended = self._chat.sampling(self._renderer, chat, max_tokens, self._defaults)
         if delivered:
             async with aclosing(self._continue(key, token_ids, salt, parameters, delivered)) as steps:
                 async for step in steps:
                     yield step
             return
-        logprobs = self._chat.Logprobs(self._engine, chat)
+        said = self._chat.Said(self._engine, self._renderer, request, token_ids, streamed=bool(chat.get("stream")))
         priority = int(chat.get("priority") or 0)  # which a scheduler heeds whose policy it is: see `extra`
         async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended, priority)) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
+                    message, reason = await said.message(choice, _finish_reason(choice.finish_reason))
                     yield Step(
                         token_ids=list(choice.token_ids),
                         text=choice.text,
                         cached_tokens=output.num_cached_tokens or 0,
-                        finish_reason=_finish_reason(choice.finish_reason),
+                        finish_reason=reason,
                         choice=choice.index,
                         stop_reason=choice.stop_reason,
-                        logprobs=logprobs.of(choice),
+                        logprobs=said.logprobs(choice),
+                        message=message,
                     )
 
     async def _continue(
