@@ -17,6 +17,7 @@ import structlog
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import errors, intake, openai, sse
+from gateway.detailed import DetailedChunks
 from gateway.fleet import Lookout
 from gateway.intake import Order, Terms
 from gateway.keys import Guests
@@ -137,6 +138,7 @@ class Chat:
     async def _serve(self, order: Order, place: Place, asked_s: float, receive: Receive, out: "Outgoing") -> None:
         """From admission to the end: whatever happens, the reply is closed and the place is free again."""
         reply = self._replies.open(order.id, asked_s, order.timeout_s)
+        reply.detailed = not order.detail.plain
         metrics.IN_FLIGHT.inc()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -217,18 +219,19 @@ class Outgoing:
 
 async def stream(order: Order, reply: Reply, out: Outgoing) -> None:
     """The reply as server-sent events."""
-    chunks = sse.Chunks(order.id, order.model, int(time.time()), include_usage=order.include_usage)
+    of: type[sse.Chunks | DetailedChunks] = sse.Chunks if order.detail.plain else DetailedChunks
+    chunks = of(order, int(time.time()), reply.receiver)
     await reply.something()
     while reply.end is None and not reply.left:
-        await out.write(chunks.text(reply.take()), more=True)
+        await out.write(chunks.pieces(reply.take()), more=True)
         await reply.something()
-    end, text = reply.end, reply.take()
+    end, pieces = reply.end, reply.take()
     if reply.left:
         return
     if isinstance(end, Done):
-        await out.write(chunks.last(text, end), more=False)
+        await out.write(chunks.last(pieces, end), more=False)
     elif end is not None:
-        await out.fail(end, chunks.text(text) if text else b"")
+        await out.fail(end, chunks.pieces(pieces) if pieces else b"")
 
 
 async def whole(order: Order, reply: Reply, out: Outgoing) -> None:
@@ -239,7 +242,7 @@ async def whole(order: Order, reply: Reply, out: Outgoing) -> None:
     if isinstance(reply.end, ErrorBody):
         await out.fail(reply.end)
     elif reply.end is not None:
-        body = openai.completion(order.id, order.model, int(time.time()), reply.receiver.text, reply.end)
+        body = openai.completion(order, int(time.time()), reply.end)
         await out.whole(200, [(b"content-type", b"application/json")], body)
 
 

@@ -34,6 +34,39 @@ OPEN: Final = Key(name="-", sha256="0" * 64, tenant="*")
 """Everybody's, where no key is needed: it may do anything."""
 
 
+class Detail(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reply must say beside one text: several `choices`, `logprobs`, the `ids` of its tokens, usage in every chunk, calls
+    of `tools`.
+
+    `role` is who speaks: where no new turn was to begin, who spoke last.
+    """
+
+    choices: int = 1
+    logprobs: bool = False
+    ids: bool = False
+    continuous_usage: bool = False
+    tools: bool = False
+    role: str = "assistant"
+
+    @property
+    def plain(self) -> bool:
+        """Nothing."""
+        return self == Detail()
+
+
+def detail_of(chat: Chat) -> Detail:
+    """What of it a client asks for."""
+    options = chat.stream_options
+    return Detail(
+        choices=chat.n or 1,
+        logprobs=bool(chat.logprobs),
+        ids=bool(chat.return_token_ids),
+        tools=bool(chat.tools) and chat.tool_choice != "none",
+        continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
+        role=chat.messages[-1].role if chat.add_generation_prompt is False else "assistant",
+    )
+
+
 class Order(msgspec.Struct, kw_only=True):
     """One request, checked. `payload` is the envelope as it will lie in REQUESTS. `creator` is its subject token.
 
@@ -49,6 +82,7 @@ class Order(msgspec.Struct, kw_only=True):
     model: str
     stream: bool
     include_usage: bool
+    detail: "Detail"
     timeout_s: float
     trace: dict[str, str]
 
@@ -158,6 +192,8 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = O
     try:
         tree = to_map(body)
         chat = to_chat(tree, Chat)
+        if chat.stream_options is not None and not chat.stream:
+            raise InvalidField("stream_options can only be set where stream is true.", param="stream_options")
         theirs = {name: value for name, value in tree.items() if name not in RESERVED}
         creator = creator_of(headers, chat.user, terms.default_creator)
         reference = by_reference.read(theirs)
@@ -184,6 +220,7 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = O
         model=chat.model or "",
         stream=bool(chat.stream),
         include_usage=_wants_usage(chat),
+        detail=detail_of(chat),
         timeout_s=timeout_s,
         trace=trace_of(headers),
     )

@@ -1,9 +1,21 @@
 """Replies in OpenAI's words: what workers say, in the shapes of `pipeline.protocol.openai`."""
 
 import msgspec
+from msgspec import UNSET
 
-from pipeline.protocol.messages import Done, Usage
-from pipeline.protocol.openai import Choice, Completion, ModelCard, PromptDetails, ReplyMessage, Split, UsageBody
+from gateway.intake import Order
+from pipeline.protocol.messages import Done, Usage, unpack_ids
+from pipeline.protocol.openai import (
+    Choice,
+    Completion,
+    LogprobsBody,
+    ModelCard,
+    PromptDetails,
+    ReplyMessage,
+    Split,
+    UsageBody,
+)
+from pipeline.protocol.pieces import Choice as Said
 
 _json = msgspec.json.Encoder().encode
 
@@ -30,11 +42,35 @@ def usage_of(usage: Usage) -> UsageBody:
     )
 
 
-def completion(request: str, model: str, created: int, text: str, done: Done) -> bytes:
+def logprobs_of(entries: str) -> LogprobsBody:
+    """Workers write the entries in OpenAI's words; here they are only put in their place."""
+    return LogprobsBody(content=msgspec.Raw(f"[{entries}]".encode()))
+
+
+def completion(order: Order, created: int, done: Done) -> bytes:
     """The body of a reply that is not streamed."""
-    choice = Choice(message=ReplyMessage(content=text), finish_reason=done.finish_reason)
-    return _json(
-        Completion(id=reply_id(request), created=created, model=model, choices=(choice,), usage=usage_of(done.usage))
+    choices = tuple(_choice(order, index, choice) for index, choice in enumerate(done.all_choices))
+    body = Completion(
+        id=reply_id(order.id),
+        created=created,
+        model=order.model,
+        choices=choices,
+        usage=usage_of(done.usage),
+        prompt_token_ids=unpack_ids(done.prompt) if order.detail.ids else UNSET,
+    )
+    return _json(body)
+
+
+def _choice(order: Order, index: int, choice: Said) -> Choice:
+    return Choice(
+        index=index,
+        message=msgspec.Raw(choice.message.encode())
+        if choice.message
+        else ReplyMessage(role=order.detail.role, content=choice.text),
+        logprobs=logprobs_of(choice.logprobs) if order.detail.logprobs else None,
+        finish_reason=choice.finish_reason,
+        stop_reason=UNSET if choice.stop_reason is None else choice.stop_reason,
+        token_ids=unpack_ids(choice.ids) if order.detail.ids else UNSET,
     )
 
 

@@ -38,7 +38,7 @@ from pipeline.protocol.messages import (
     encode,
     frames_decoder,
 )
-from pipeline.protocol.reply import Receiver
+from pipeline.protocol.reply import Piece, Receiver, joined
 from pipeline.telemetry import logs, metrics
 
 ANSWER_WITHIN_S: Final = 1.0
@@ -63,6 +63,7 @@ class Reply:
         "answer_by_s",
         "asked_s",
         "delivered",
+        "detailed",
         "doubted",
         "end",
         "last_frame_s",
@@ -82,16 +83,18 @@ class Reply:
         self.doubted = False
         self.published = False
         self.delivered = False
+        self.detailed = False
+        """Tokens count as news even where they add no text."""
         self.end: Done | ErrorBody | None = None
         self.left = False
         self.last_frame_s: float | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self._parts: list[str] = []
+        self._parts: list[Piece] = []
         self._wake = asyncio.Event()
 
-    def add(self, text: str) -> None:
-        """New text for the client."""
-        self._parts.append(text)
+    def add(self, piece: Piece) -> None:
+        """News for the client."""
+        self._parts.append(piece)
         self._wake.set()
 
     def finish(self, end: Done | ErrorBody) -> None:
@@ -105,11 +108,10 @@ class Reply:
         self.left = True
         self._wake.set()
 
-    def take(self) -> str:
-        """The text that has not been sent, as one piece."""
-        text = "".join(self._parts)
-        self._parts.clear()
-        return text
+    def take(self) -> list[Piece]:
+        """What has not been sent, joined: a piece for each choice that goes on."""
+        parts, self._parts = self._parts, []
+        return joined(parts)
 
     async def something(self) -> None:
         """Wait for text or for the end."""
@@ -232,9 +234,10 @@ class Replies:
         heard = reply.receiver.frame(frame, now_s)
         if not isinstance(heard.answer, Fenced):
             reply.answer_by_s = None
-        if heard.text:
-            reply.add(heard.text)
-            _measure(reply, now_s)
+        for piece in heard.pieces:
+            if piece.text or reply.detailed:
+                reply.add(piece)
+                _measure(reply, now_s)
         if heard.repeated:
             metrics.DUPLICATE_TOKENS.inc(heard.repeated)
         if heard.notice is not None:

@@ -13,8 +13,8 @@ from pipeline.bus.connection import Bus, Message, Subscription
 from pipeline.bus.errors import Disconnected
 from pipeline.limits import PRESENCE_PERIOD_S
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import warm_decoder
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.warm_messages import warm_decoder
 from pipeline.protocol.warm_view import WarmView, key_of
 from pipeline.telemetry import logs
 

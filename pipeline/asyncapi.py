@@ -13,7 +13,20 @@ import msgspec
 
 from pipeline.protocol.chat import ChatRequest
 from pipeline.protocol.intake import CLAIM_AT_HEADER, REPLY_TO_HEADER
-from pipeline.protocol.messages import Cancel, Claim, Done, Failed, Fenced, From, Go, Gone, Presence, Tokens, Whole
+from pipeline.protocol.messages import (
+    Cancel,
+    Claim,
+    Done,
+    Failed,
+    Fenced,
+    From,
+    Go,
+    Gone,
+    Presence,
+    Tokens,
+    Whole,
+)
+from pipeline.protocol.pieces import ChoiceInJson, ExtraInJson
 from pipeline.protocol.subjects import CLASSES
 
 REF: Final = "#/components/schemas/{name}"
@@ -64,11 +77,20 @@ def document() -> bytes:
     )
 
 
+_IN_JSON: Final[dict[str, Any]] = {
+    "ids": list[int],
+    "prompt": list[int],
+    "extra": ExtraInJson | None,
+    "choices": list[ChoiceInJson],
+}
+"""Fields that are packed in msgpack."""
+
+
 def in_json(struct: Named) -> Named:
     """A struct as JSON has it: an object, with token ids as a list."""
     config = struct.__struct_config__
     fields: list[Any] = [
-        (field.name, list[int] if field.name == "ids" else field.type, *([] if field.required else [msgspec.UNSET]))
+        (field.name, _IN_JSON.get(field.name, field.type), *([] if field.required else [msgspec.UNSET]))
         for field in msgspec.structs.fields(struct)
     ]
     said = {"__doc__": struct.__doc__}

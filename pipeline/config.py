@@ -93,6 +93,8 @@ class Model(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     served_name: str = "smollm2-135m-instruct"
     max_model_len: Positive = 4096
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = "bfloat16"
+    tool_parser: str = ""
+    """vLLM's parser of this model's tool calls, such as `hermes`. Without one, requests that want calls are refused."""
 
 
 class Engine(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

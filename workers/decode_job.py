@@ -12,6 +12,7 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
 from pipeline.errors import CapacityError
 from pipeline.limits import LEASE_SPARE_S
+from pipeline.protocol.chat import wants_prompt
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import (
     Done,
@@ -31,7 +32,7 @@ from pipeline.protocol.resume import check_resumable
 from pipeline.protocol.subjects import parse_ack
 from pipeline.telemetry import metrics
 from workers.conversations import Conversations
-from workers.engines.port import Engine, FinishReason, Step
+from workers.engines.port import Engine, Step
 from workers.frames import FrameSender
 from workers.holding import EVENT_OF, Holding
 from workers.identity import Identity, new_claim
@@ -77,7 +78,7 @@ class DecodeJob(Job):
         self.state = Decode(arbitrated=self.holding.arbitrated)
         self.outbox = Outbox(handoff.request, self.holding.claim)
         self._delivered: list[int] = []
-        self._finish: FinishReason | None = None
+        self._generated = False
         self._reply: str | None = None
         self._cached_tokens = 0
         self._frames_held = False
@@ -179,13 +180,19 @@ class DecodeJob(Job):
                     self._began(began_s, step, len(prompt))
                     began_s = 0.0
                 metrics.DECODE_TOKENS.inc(len(step.token_ids))
-                if frame := self.outbox.add(list(step.token_ids), step.text):
+                new = (list(step.token_ids), step.text, step.choice, step.logprobs, step.message)
+                if frame := self.outbox.add(*new):
                     self._send(frame)
-                self._finish = step.finish_reason
+                if step.finish_reason is not None:
+                    self.outbox.end(step.choice, step.finish_reason, step.stop_reason)
+        self._generated = self.outbox.ended == (handoff.chat.get("n") or 1)
         self.happen(Event.GENERATED)
 
     def _began(self, began_s: float, step: Step, prompt_tokens: int) -> None:
         self.outbox.before = step.before
+        if wants_prompt(self.handoff.chat):
+            self.outbox.prompt_tokens = prompt_tokens
+            self.outbox.prompt = self.handoff.ids if self.handoff.chat.get("return_token_ids") else b""
         self._cached_tokens = min(step.cached_tokens, prompt_tokens)
         metrics.FIRST_STEP_SECONDS.observe(self._clock() - began_s)
         metrics.DECODE_LOADED_TOKENS.inc(step.cached_tokens)
@@ -225,7 +232,7 @@ class DecodeJob(Job):
         await self.holding.ack()
 
     def _end(self) -> Done | Failed:
-        if self._finish is None:
+        if not self._generated:
             return Failed(1, self.handoff.request, self.holding.claim, self.outbox.length, self.error.body())
         usage = Usage(
             prompt_tokens=len(self.handoff.ids) // 4,
@@ -238,7 +245,7 @@ class DecodeJob(Job):
             decode=self.desk.me.id,
             hbm_tokens=self.handoff.hbm_tokens,
         )
-        return self.outbox.done(self._finish, usage)
+        return self.outbox.done(usage)
 
     async def _stop(self) -> None:
         await self.stop_working()

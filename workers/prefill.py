@@ -24,9 +24,10 @@ from pipeline.errors import EngineDead
 from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.intake import Rules
-from pipeline.protocol.messages import Presence, ShardsServed, verdict_decoder
+from pipeline.protocol.messages import Presence, verdict_decoder
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
+from pipeline.protocol.served import ShardsServed
 from pipeline.protocol.slots import Offer, Slots
 from pipeline.protocol.subjects import CLASSES, Shard
 from pipeline.telemetry import metrics

@@ -151,7 +151,8 @@ class PrefillJob(Job):
     def salt(self) -> str:
         """Whose cached prefixes this request may share."""
         scope, fingerprint = self.desk.config.requests.salt_scope, self.desk.engine.info.fingerprint
-        return cache_salt(self.stored.creator, self.intake.chat.tenant, scope, fingerprint)
+        chat = self.intake.chat
+        return cache_salt(self.stored.creator, chat.tenant, scope, fingerprint, chat.cache_salt or "")
 
     def step(self, event: Event) -> tuple[Effect, ...]:
         self.state, effects = step_prefill(self.state, event)
@@ -276,7 +277,7 @@ class PrefillJob(Job):
         self.asking = Asking(
             self.address.request,
             self.holding.claim,
-            blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size),
+            blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size, self.intake.chat.n or 1),
             self.intake.deadline_s,
             self.desk.verdicts_at,
         )

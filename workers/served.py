@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import msgspec
 
-from pipeline.protocol.messages import ShardServed
+from pipeline.protocol.served import ShardServed
 from pipeline.protocol.subjects import Shard
 from pipeline.telemetry import metrics
 from workers.engines.port import Prefilled

@@ -17,7 +17,6 @@ from pipeline.errors import ReplyError
 from pipeline.limits import SPILL_LOAD, WARM_UPS_WAITING_MAX
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import (
-    ShardsServed,
     WantPrefix,
     WarmedUp,
     WarmUp,
@@ -26,6 +25,7 @@ from pipeline.protocol.messages import (
     unpack_ids,
 )
 from pipeline.protocol.prefixes import Prefixes
+from pipeline.protocol.served import ShardsServed
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine
 

@@ -19,8 +19,8 @@ from pipeline.errors import OperatorError
 if TYPE_CHECKING:
     from pipeline.bus.connection import Bus
     from pipeline.config import Config
-    from pipeline.protocol.messages import ShardsServed
     from pipeline.protocol.presence import Presences
+    from pipeline.protocol.served import ShardsServed
 
 ANSWER_S: Final = 1.0
 WATCH_PERIOD_S: Final = 1.0
@@ -126,7 +126,8 @@ def _add(rows: Iterable[Row], accounts: Iterable["ShardsServed"]) -> None:
 async def _served(bus: "Bus", worker: str) -> "ShardsServed | None":
     from pipeline.bus.errors import BusError
     from pipeline.protocol import subjects
-    from pipeline.protocol.messages import WantShards, encode, shards_served_decoder
+    from pipeline.protocol.messages import WantShards, encode
+    from pipeline.protocol.served import shards_served_decoder
 
     try:
         return shards_served_decoder.decode(await bus.request(subjects.prefill(worker), encode(WantShards()), ANSWER_S))

@@ -32,11 +32,13 @@ def blocks_needed(prompt_tokens: int, reply_tokens_max: int, block_size: int, se
     return sequences * (ceil((prompt_tokens + reply_tokens_max) / block_size) + 1)
 
 
-def cache_salt(creator: str, tenant: str, scope: str, fingerprint: str) -> str:
+def cache_salt(creator: str, tenant: str, scope: str, fingerprint: str, theirs: str = "") -> str:
     """Who shares cached prefixes, as the hex that engine and LMCache fold into their keys.
 
     `scope` is `creator` (the requests of one creator of one tenant), `tenant` (all of a tenant's creators) or `none` (everybody).
-    LMCache's keys know nothing of weights, dtype, block size or versions, so the engine's fingerprint is in it.
+    LMCache's keys know nothing of weights, dtype, block size or versions, so the engine's fingerprint is in it. `theirs` is the
+    client's own salt, which divides further and joins nothing.
     """
     owner = {"creator": f"{tenant}\0{creator}", "tenant": tenant, "none": ""}[scope]
-    return hashlib.sha256(f"{scope}\0{owner}\0{fingerprint}".encode()).hexdigest()[:32]
+    named = f"{scope}\0{owner}\0{fingerprint}" + (f"\0{theirs}" if theirs else "")
+    return hashlib.sha256(named.encode()).hexdigest()[:32]

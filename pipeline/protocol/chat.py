@@ -6,7 +6,7 @@ knows what it means. Instead of `messages` it may bring one `message` and name t
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -24,14 +24,15 @@ class TextPart(msgspec.Struct, frozen=True, tag="text"):
 class Message(msgspec.Struct, frozen=True):
     """One turn of the chat. `content` may be missing only where tool calls stand for it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], msgspec.Meta(min_length=1)] | None = None
+    role: str
+    content: str | list[TextPart] | None = None
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
     """OpenAI's `stream_options`."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +54,11 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     logprobs: bool | None = None
     tools: list[Any] | None = None
+    tool_choice: str | Mapping[str, Any] | None = None
     response_format: Mapping[str, Any] | None = None
+    return_token_ids: bool | None = None
+    add_generation_prompt: bool | None = None
+    cache_salt: str | None = None
 
     @property
     def reply_tokens_max(self) -> int | None:
@@ -100,25 +105,16 @@ RESERVED: Final = frozenset(
         "creator",
         "kv_transfer_params",
         "ec_transfer_params",
-        "cache_salt",
     }
 )
-"""Fields that an HTTP client may not set: ours, and those that would reach into the engine's transfers or caches."""
-
-_UNSUPPORTED: Final[tuple[tuple[str, Any], ...]] = (
-    ("logprobs", False),
-    ("tools", []),
-    ("response_format", {"type": "text"}),
-    ("n", 1),
-)
+"""Fields that an HTTP client may not set: ours, and those that would reach into the engine's transfers."""
 
 
-def check_chat(chat: Chat) -> None:
-    """Raise `InvalidField` for features that are not served yet."""
-    for name, harmless in _UNSUPPORTED:
-        value = getattr(chat, name)
-        if value is not None and value != harmless:
-            raise InvalidField(f"{name} = {value!r} is not served yet; leave it out.", param=name)
+def wants_prompt(chat: Mapping[str, Any]) -> bool:
+    """Whether the prompt's length must be known from the first tokens on, or its ids are asked for."""
+    options = chat.get("stream_options")
+    continuous = isinstance(options, Mapping) and bool(options.get("continuous_usage_stats"))
+    return continuous or bool(chat.get("return_token_ids"))
 
 
 def to_map(payload: bytes) -> dict[str, Any]:
@@ -148,7 +144,6 @@ def to_chat(tree: Mapping[str, Any], as_type: type[ChatT]) -> ChatT:
             # msgspec puts a missing field's name into the message, not into the path.
             place = ".".join(filter(None, (place, message.split("`")[1])))
         raise InvalidField(f"{_why(message, place)}.", param=place or None) from None
-    check_chat(chat)
     return chat
 
 

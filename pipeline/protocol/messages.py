@@ -16,6 +16,7 @@ import msgspec
 from pipeline.errors import ErrorBody, InvalidField
 from pipeline.protocol.conversations import Talk
 from pipeline.protocol.keys import KeyUse
+from pipeline.protocol.pieces import Choice, ChoiceInJson, Extra, ExtraInJson
 
 Version = Literal[1]
 Encoding = Literal["json", "msgpack"]
@@ -81,19 +82,35 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False, tag_field="k
 
 
 class Tokens(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag="tokens"):
-    """New tokens (packed ids) and the text that they add."""
+    """New tokens (packed ids) and the text that they add.
+
+    Of a request for several replies, `index` counts the tokens of all of them in the order in which they are sent, so a gap is
+    seen and mended as in one. `extra` comes last, and mostly not at all: a reader that does not know it reads the rest.
+    """
 
     ids: bytes
     text: str
+    extra: Extra | None = None
 
 
 class Done(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag="done"):
-    """The whole reply once more; `index` is its length in tokens. Sent as a request: the ack follows `Whole`."""
+    """The whole reply once more; `index` is its length in tokens. Sent as a request: the ack follows `Whole`.
+
+    `choices` are all replies, where there are several, or where there is more to say than ids, text and reason: these are the
+    first one's. `prompt` has the prompt's ids (packed), where they are asked for.
+    """
 
     ids: bytes
     text: str
     finish_reason: str
     usage: Usage
+    choices: list[Choice] = []
+    prompt: bytes = b""
+
+    @property
+    def all_choices(self) -> list[Choice]:
+        """The replies, mostly one."""
+        return self.choices or [Choice(self.ids, self.text, self.finish_reason)]
 
 
 class Failed(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag="error"):
@@ -300,51 +317,6 @@ class WantShards(msgspec.Struct, frozen=True, tag="want-shards"):
     """What has this worker served of each shard? Answered with `ShardsServed`."""
 
 
-class ShardServed(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one shard: requests as its owner and in an owner's place, and prompt tokens by where their KV came from."""
-
-    klass: str
-    shard: int
-    owned: int = 0
-    spilled: int = 0
-    hbm_tokens: int = 0
-    lmcache_tokens: int = 0
-    computed_tokens: int = 0
-
-
-class ShardsServed(msgspec.Struct, frozen=True, kw_only=True, tag="shards-served"):
-    """Since the worker began. `warm_creators`: whose shared prefix its engine holds."""
-
-    worker: str
-    warm_creators: int
-    shards: list[ShardServed]
-
-
-# --------------------------------------------------------------------------------------------------------------
-# From a prefill worker: who is warm there. Creators are 64-bit hashes (`warm_view.key_of`), packed as little-endian u64.
-
-
-class WarmChanges(msgspec.Struct, frozen=True, kw_only=True, tag="warm-changes"):
-    """Creators that this worker's engine has `lost`, or `gained`. `number` counts changes from 1 on, in each epoch."""
-
-    v: Version = 1
-    worker: str
-    epoch: str
-    number: int
-    lost: bytes = b""
-    gained: bytes = b""
-
-
-class WarmCreators(msgspec.Struct, frozen=True, kw_only=True, tag="warm-creators"):
-    """All creators that are warm there after the change `number`."""
-
-    v: Version = 1
-    worker: str
-    epoch: str
-    number: int
-    creators: bytes
-
-
 # --------------------------------------------------------------------------------------------------------------
 # To everybody
 
@@ -420,7 +392,37 @@ def _spelled_out(frame: AnyFrame) -> dict[str, Any]:
     fields = {name: getattr(frame, name) for name in frame.__struct_fields__}
     if isinstance(frame, Tokens | Done):
         fields["ids"] = unpack_ids(frame.ids)
+    if isinstance(frame, Tokens):
+        fields["extra"] = frame.extra and _extra_in_json(frame.extra)
+    if isinstance(frame, Done):
+        fields["choices"] = [_choice_in_json(choice) for choice in frame.choices]
+        fields["prompt"] = unpack_ids(frame.prompt)
     return {"kind": frame.__struct_config__.tag, **fields}
+
+
+def _extra_in_json(extra: Extra) -> ExtraInJson:
+    return ExtraInJson(
+        choice=extra.choice,
+        logprobs=_listed(extra.logprobs),
+        prompt_tokens=extra.prompt_tokens,
+        prompt=unpack_ids(extra.prompt),
+        message=_listed(extra.message),
+    )
+
+
+def _choice_in_json(choice: Choice) -> ChoiceInJson:
+    return ChoiceInJson(
+        ids=unpack_ids(choice.ids),
+        text=choice.text,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        logprobs=_listed(choice.logprobs),
+        message=_listed(choice.message),
+    )
+
+
+def _listed(entries: str) -> msgspec.Raw:
+    return msgspec.Raw(f"[{entries}]".encode())
 
 
 frames_decoder: Final[msgspec.msgpack.Decoder[list[AnyFrame]]] = msgspec.msgpack.Decoder(list[AnyFrame])
@@ -440,8 +442,4 @@ prefill_decoder: Final[msgspec.msgpack.Decoder[WantPrefix | WarmUp | WantShards]
 )
 prefix_decoder: Final = msgspec.msgpack.Decoder(Prefix)
 warmed_up_decoder: Final = msgspec.msgpack.Decoder(WarmedUp)
-shards_served_decoder: Final = msgspec.msgpack.Decoder(ShardsServed)
-warm_decoder: Final[msgspec.msgpack.Decoder[WarmChanges | WarmCreators]] = msgspec.msgpack.Decoder(
-    WarmChanges | WarmCreators
-)
 presence_decoder: Final = msgspec.msgpack.Decoder(Presence)

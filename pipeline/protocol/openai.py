@@ -34,29 +34,37 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """OpenAI's `usage`."""
+    """OpenAI's `usage`. How the work was divided is known at the end: what each chunk says on request has three numbers."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptDetails
-    headrace: Split
+    prompt_tokens_details: PromptDetails | msgspec.UnsetType = msgspec.UNSET
+    headrace: Split | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReplyMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's turn. `content` is a string even where the reply is empty."""
+    """The assistant's turn, or whose the last message was where no new one was to begin. `content` may be empty."""
 
-    role: Literal["assistant"] = "assistant"
+    role: str = "assistant"
     content: str
 
 
+class LogprobsBody(msgspec.Struct, frozen=True, kw_only=True):
+    """OpenAI's `logprobs`: an entry for each token, as the engine's worker has written it."""
+
+    content: msgspec.Raw
+
+
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The one choice that we serve."""
+    """One of the `n` replies. `stop_reason` and `token_ids` are vLLM's: what ended it, and its tokens, if asked for."""
 
     index: int = 0
-    message: ReplyMessage
-    logprobs: None = None
+    message: ReplyMessage | msgspec.Raw
+    logprobs: LogprobsBody | None = None
     finish_reason: str
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +74,9 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: tuple[Choice]
+    choices: tuple[Choice, ...]
     usage: UsageBody
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,24 +99,27 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """New text. The first one also says who speaks."""
 
-    role: Literal["assistant"] | None = None
+    role: str | None = None
     content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The one choice, as far as it has come."""
+    """One of the `n` replies, as far as it has come."""
 
     index: int = 0
-    delta: Delta
-    logprobs: None = None
+    delta: Delta | msgspec.Raw
+    logprobs: LogprobsBody | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Chunk(ChunkHead, frozen=True, kw_only=True):
     """One event of a streamed reply. The last one has no choice, but the usage, where that was asked for."""
 
     choices: list[ChunkChoice]
-    usage: UsageBody | None = None
+    usage: UsageBody | msgspec.UnsetType | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ A stream that merely stops is a lie: a reply ends with `Done` or with `Failed`, 
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
@@ -27,13 +28,46 @@ from pipeline.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
+from pipeline.protocol.pieces import Choice, Extra
+
+_NO_EXTRA: Final = Extra()
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Something new of one choice: text, tokens, and their logprobs as in `Extra`."""
+
+    choice: int
+    text: str
+    ids: tuple[int, ...]
+    logprobs: str = ""
+    message: str = ""
+
+
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """These, in order, as one piece for each choice."""
+    if len(pieces) < 2:
+        return list(pieces)
+    of: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        of.setdefault(piece.choice, []).append(piece)
+    return [
+        Piece(
+            choice,
+            "".join(one.text for one in mine),
+            tuple(token for one in mine for token in one.ids),
+            ",".join(one.logprobs for one in mine if one.logprobs),
+            ",".join(one.message for one in mine if one.message),
+        )
+        for choice, mine in of.items()
+    ]
 
 
 class Heard(msgspec.Struct, frozen=True):
     """What a frame meant to its receiver.
 
-    `text` and `ids` are new and in order. `answer` goes to the frame's reply subject, if it has one; `notice` is (the holder's
-    subject, what to tell it). `end` is set once, when the reply has ended. `repeated` counts tokens that were here already.
+    `text` and `ids` are new and in order, of one `choice`; what is new in others, at the end, is in `others`. `answer` goes to
+    the frame's reply subject, if it has one; `notice` is (the holder's subject, what to tell it). `end` is set once, when all
+    has been said. `repeated` counts tokens that were here already.
     """
 
     text: str = ""
@@ -42,16 +76,42 @@ class Heard(msgspec.Struct, frozen=True):
     notice: tuple[str, Notice] | None = None
     end: Done | Failed | None = None
     repeated: int = 0
+    choice: int = 0
+    logprobs: str = ""
+    message: str = ""
+    others: tuple[Piece, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All that is new."""
+        if not self.text and not self.ids and not self.message:
+            return self.others
+        return (Piece(self.choice, self.text, self.ids, self.logprobs, self.message), *self.others)
+
+
+class _Had(msgspec.Struct):
+    """How much of a choice has been delivered: tokens, characters of text, of logprobs, of the message."""
+
+    tokens: int = 0
+    text: int = 0
+    logprobs: int = 0
+    message: int = 0
 
 
 class Receiver:
-    """One reply as its receiver sees it. `ids` and `text` are what has been delivered so far."""
+    """One reply as its receiver sees it. `ids` and `text` have been delivered so far: ids of all choices, text of the first.
+
+    `prompt_tokens` and `prompt` (packed ids) are known from the first tokens on, where they were asked for.
+    """
 
     def __init__(self, request: str) -> None:
         self.request = request
         self.arbiter = Arbiter()
         self.ids: list[int] = []
         self.text = ""
+        self.prompt_tokens = 0
+        self.prompt = b""
+        self._had: dict[int, _Had] = {}
         self._repair_asked_s = float("-inf")
 
     def claim(self, claim: Claim) -> Answer:
@@ -87,16 +147,38 @@ class Receiver:
         if frame.index < len(self.ids):
             # A holder resends whole frames, so a frame is new from its first token or not at all.
             return Heard(repeated=len(ids))
+        extra = frame.extra or _NO_EXTRA
+        if extra.prompt_tokens:
+            self.prompt_tokens, self.prompt = extra.prompt_tokens, extra.prompt
+        self._keep(extra.choice, ids, frame.text)
+        had = self._had[extra.choice]
+        had.logprobs += len(extra.logprobs) + bool(had.logprobs and extra.logprobs)
+        had.message += len(extra.message) + bool(had.message and extra.message)
+        said = (extra.choice, extra.logprobs, extra.message)
+        return Heard(frame.text, tuple(ids), None, None, None, 0, *said)
+
+    def _keep(self, choice: int, ids: list[int], text: str) -> None:
+        had = self._had.setdefault(choice, _Had())
+        had.tokens += len(ids)
+        had.text += len(text)
         self.ids += ids
-        self.text += frame.text
-        return Heard(text=frame.text, ids=tuple(ids))
+        if choice == 0:
+            self.text += text
 
     def _done(self, frame: Done) -> Heard:
-        ids = unpack_ids(frame.ids)[len(self.ids) :]
-        text = frame.text[len(self.text) :]
-        self.ids += ids
-        self.text += text
-        return Heard(text=text, ids=tuple(ids), answer=Whole(), end=frame)
+        first, *others = (self._rest(index, choice) for index, choice in enumerate(frame.all_choices))
+        new = tuple(piece for piece in others if piece.text or piece.ids or piece.message)
+        more = (first.choice, first.logprobs, first.message, new)
+        return Heard(first.text, first.ids, Whole(), None, frame, 0, *more)
+
+    def _rest(self, index: int, choice: Choice) -> Piece:
+        """What has not come of a choice that is whole."""
+        had = self._had.get(index, _Had())
+        ids, text = unpack_ids(choice.ids)[had.tokens :], choice.text[had.text :]
+        logprobs = choice.logprobs[had.logprobs :].removeprefix(",")
+        message = choice.message[had.message :].removeprefix(",")
+        self._keep(index, ids, text)
+        return Piece(index, text, tuple(ids), logprobs, message)
 
     def _repair(self, now_s: float) -> tuple[str, Notice] | None:
         """Ask for what is missing, but not again for every frame that follows the gap."""
@@ -116,25 +198,37 @@ class Receiver:
 
 
 class Outbox:
-    """One reply as its holder sends it: every frame is kept until the receiver has the whole."""
+    """One reply as its holder sends it: every frame is kept until the receiver has the whole.
+
+    `prompt_tokens` and `prompt` (packed ids) are set for a receiver that has asked for them.
+    """
 
     def __init__(self, request: str, claim: str, delivered: Sequence[int] = ()) -> None:
         self.request = request
         self.claim = claim
+        self.prompt_tokens = 0
+        self.prompt = b""
         self.length = len(delivered)
         self.before = ""
         """The text that the `delivered` tokens have given, under other claims."""
         self._delivered = pack_ids(delivered)
         self._frames: list[Tokens] = []
-        self._tail = ""
+        self._tails: dict[int, tuple[str, str]] = {}
+        self._ends: dict[int, tuple[str, int | str | None]] = {}
 
-    def add(self, ids: list[int], text: str) -> Tokens | None:
-        """The frame for these new tokens. Text without a token has no index of its own: it goes with `Done`."""
+    def add(self, ids: list[int], text: str, choice: int = 0, logprobs: str = "", message: str = "") -> Tokens | None:
+        """The frame for these new tokens. What has no token has no index of its own: it goes with the next, or with `Done`."""
+        held_text, held_message = self._tails.pop(choice, ("", ""))
+        text, message = held_text + text, ",".join(filter(None, (held_message, message)))
         if not ids:
-            self._tail += text
+            self._tails[choice] = (text, message)
             return None
-        frame = Tokens(1, self.request, self.claim, self.length, pack_ids(ids), self._tail + text)
-        self._tail = ""
+        extra: Extra | None = None
+        if not self._frames and self.prompt_tokens:
+            extra = Extra(choice, logprobs, self.prompt_tokens, self.prompt, message)
+        elif choice or logprobs or message:
+            extra = Extra(choice, logprobs, message=message)
+        frame = Tokens(1, self.request, self.claim, self.length, pack_ids(ids), text, extra)
         self.length += len(ids)
         self._frames.append(frame)
         return frame
@@ -143,8 +237,32 @@ class Outbox:
         """The frames to send again to a receiver that has `index` tokens."""
         return [frame for frame in self._frames if frame.index >= index]
 
-    def done(self, finish_reason: str, usage: Usage) -> Done:
-        """The frame that ends the reply: all of it once more."""
-        ids = self._delivered + b"".join(frame.ids for frame in self._frames)
-        text = self.before + "".join(frame.text for frame in self._frames) + self._tail
-        return Done(1, self.request, self.claim, self.length, ids, text, finish_reason, usage)
+    def end(self, choice: int, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        """A choice is whole."""
+        self._ends[choice] = (finish_reason, stop_reason)
+
+    @property
+    def ended(self) -> int:
+        """Choices that are whole."""
+        return len(self._ends)
+
+    def done(self, usage: Usage) -> Done:
+        """The frame that ends the reply, once all choices have: all of it once more."""
+        choices = [self._choice(index) for index in sorted(self._ends)]
+        first = choices[0]
+        plain = len(choices) == 1 and first.stop_reason is None and not first.logprobs and not first.message
+        said = (first.ids, first.text, first.finish_reason)
+        more = [] if plain else choices
+        return Done(1, self.request, self.claim, self.length, *said, usage, more, self.prompt)
+
+    def _choice(self, index: int) -> Choice:
+        mine = [frame for frame in self._frames if (frame.extra or _NO_EXTRA).choice == index]
+        extras = [frame.extra for frame in mine if frame.extra]
+        held_text, held_message = self._tails.get(index, ("", ""))
+        ids = b"".join(frame.ids for frame in mine)
+        text = "".join(frame.text for frame in mine) + held_text
+        logprobs = ",".join(extra.logprobs for extra in extras if extra.logprobs)
+        message = ",".join(filter(None, (*(extra.message for extra in extras), held_message)))
+        if index == 0:
+            ids, text = self._delivered + ids, self.before + text
+        return Choice(ids, text, *self._ends[index], logprobs, message)

@@ -23,6 +23,7 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "structured_outputs": (None,),
     "tools": (None, []),
     "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
 }
 """Field → the values under which a reply has no state beyond its tokens."""
 

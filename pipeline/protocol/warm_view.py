@@ -21,7 +21,7 @@ import msgspec
 
 from pipeline.limits import WARM_ASK_PERIOD_S
 from pipeline.protocol.in_order import InOrder
-from pipeline.protocol.messages import WarmChanges, WarmCreators
+from pipeline.protocol.warm_messages import WarmChanges, WarmCreators
 
 
 def key_of(creator: str) -> int:

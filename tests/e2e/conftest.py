@@ -24,7 +24,7 @@ from tests.e2e.running import Running, await_ready
 from workers.engines import launch
 
 ROOT = Path(__file__).parents[2]
-ENGINES = "[model]\ndtype = 'float32'\nmax_model_len = 3072\n"
+ENGINES = "[model]\ndtype = 'float32'\nmax_model_len = 3072\ntool_parser = 'hermes'\n"
 """How all engines that are compared with each other are set up. In bfloat16 near-ties come out differently (`test_split.py`)."""
 SMALL_DECODE = "[decode]\nkv_cache_bytes = 160_000_000\n"
 """3,400 tokens in float32: room for one full context, as vLLM demands, and not for a dozen short requests: some must wait."""

@@ -141,7 +141,7 @@ async def _plain(engine: Any, renderer: Any, number: int) -> Reply:
 
     chat = PROMPTS[number].chat
     prompt = await vllm_chat.render(engine, renderer, chat, {})
-    parameters, _ = vllm_chat.sampling(chat, REPLY_TOKENS, {})
+    _, parameters, _ = vllm_chat.sampling(renderer, chat, REPLY_TOKENS, {})
     token_ids: list[int] = []
     text, finish_reason = "", None
     async for output in engine.generate({"prompt_token_ids": prompt}, parameters, f"reference-{number}"):

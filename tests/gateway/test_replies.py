@@ -87,8 +87,8 @@ async def test_text_waits_joined_until_it_is_taken(replies: Replies) -> None:
     replies.on_claim(claim("r"))
     replies.on_frames(message([tokens("r", 0, "Par"), tokens("other", 0, "x"), tokens("r", 1, "is.")]))
     await reply.something()
-    assert reply.take() == "Paris."
-    assert reply.take() == ""
+    assert [piece.text for piece in reply.take()] == ["Paris."]
+    assert reply.take() == []
 
 
 async def test_after_a_reconnect_every_holder_is_asked_to_go_on(replies: Replies, bus: Posted) -> None:

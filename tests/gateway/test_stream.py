@@ -236,7 +236,7 @@ async def test_an_unfit_request_id_is_replaced_by_ours(served: Stack, theirs: by
 
 async def test_what_lies_in_the_queue_is_what_the_design_says(served: Stack) -> None:
     async with connection(
-        served, HELLO | {"user": "ada", "seed": 7, "cache_salt": "ff", "reply_to": "$JS.API.x", "id": "mine"}
+        served, HELLO | {"user": "ada", "seed": 7, "ec_transfer_params": {}, "reply_to": "$JS.API.x", "id": "mine"}
     ):
         job = await served.double.next_job()
         tree = dict(job.tree)

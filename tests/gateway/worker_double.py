@@ -83,6 +83,10 @@ class Job:
         """The reply is complete."""
         return await self._end(self._done(finish_reason))
 
+    async def done_with(self, frame: Done) -> Answer:
+        """The reply is complete, in the test's own words."""
+        return await self._end(frame)
+
     async def done_at_last(self) -> Answer:
         """The end, repeated until it is answered, as a worker does it. The message is left to its redelivery."""
         frame = self._done("stop")

@@ -53,3 +53,4 @@ def test_who_shares_a_salt_is_the_scope(scope: str, creators: bool, tenants: boo
     assert (cache_salt("bob", "acme", scope, "x") == ours) is creators
     assert (cache_salt("ada", "other", scope, "x") == ours) is tenants
     assert cache_salt("ada", "acme", scope, "y") != ours
+    assert cache_salt("ada", "acme", scope, "x", "theirs") not in (ours, cache_salt("ada", "acme", scope, "x", "other"))

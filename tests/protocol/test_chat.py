@@ -18,10 +18,9 @@ USER = {"role": "user", "content": "hi"}
     [
         ({}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": 7, "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens"),
         ({"messages": [USER], "max_tokens": -1}, "max_tokens"),
         ({"messages": [USER], "max_completion_tokens": 0}, "max_completion_tokens"),
@@ -29,9 +28,9 @@ USER = {"role": "user", "content": "hi"}
         ({"messages": [USER], "temperature": -0.1}, "temperature"),
         ({"messages": [USER], "temperature": math.nan}, "temperature"),
         ({"messages": [USER], "top_p": 0}, "top_p"),
-        ({"messages": [USER], "n": 2}, "n"),
-        ({"messages": [USER], "logprobs": True}, "logprobs"),
-        ({"messages": [USER], "tools": [{}]}, "tools"),
+        ({"messages": [USER], "n": 0}, "n"),
+        ({"messages": [USER], "logprobs": 1}, "logprobs"),
+        ({"messages": [USER], "tools": {}}, "tools"),
         ({"messages": [USER], "timeout_ms": 0}, "timeout_ms"),
         ({"messages": [USER], "id": ""}, "id"),
         ({"messages": [USER], "v": 2}, "v"),
@@ -42,6 +41,19 @@ def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
         chat.to_chat(body, ChatRequest)
     assert caught.value.param == param
     assert caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({}, False),
+        ({"stream_options": {"include_usage": True}}, False),
+        ({"stream_options": {"continuous_usage_stats": True}}, True),
+        ({"return_token_ids": True}, True),
+    ],
+)
+def test_the_prompt_travels_only_where_it_is_asked_for(body: dict[str, Any], wanted: bool) -> None:
+    assert chat.wants_prompt(body) is wanted
 
 
 def test_unknown_fields_are_accepted_and_parts_of_text_too() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pipeline.errors import ErrorBody, InvalidField
 from pipeline.protocol import messages
 from pipeline.protocol.messages import Claim, Done, Failed, From, Go, Tokens, Usage, Whole
+from pipeline.protocol.pieces import Choice, Extra
 
 USAGE = Usage(
     prompt_tokens=3,
@@ -34,6 +35,18 @@ def test_packed_ids_are_little_endian() -> None:
     [
         Tokens(1, "r", "c", 4, messages.pack_ids([7, 8]), " hi"),
         Done(1, "r", "c", 2, messages.pack_ids([7, 8]), " hi", "stop", USAGE),
+        Tokens(1, "r", "c", 4, messages.pack_ids([7, 8]), " hi", Extra(1, '{"token":"a"}', 3, messages.pack_ids([5]))),
+        Done(
+            1,
+            "r",
+            "c",
+            2,
+            messages.pack_ids([7, 8]),
+            " hi",
+            "stop",
+            USAGE,
+            [Choice(messages.pack_ids([7, 8]), " hi", "stop", ".", '{"token":"a"},{"token":"b"}')],
+        ),
         Failed(1, "r", "c", 2, ErrorBody(message="m", type="t", code="c", status=500)),
     ],
 )
@@ -47,6 +60,35 @@ def test_a_frame_reads_the_same_in_both_encodings(frame: messages.AnyFrame) -> N
     else:
         assert spelled["ids"] == [7, 8]
         assert spelled["text"] == " hi"
+
+
+def test_what_frames_carry_beyond_text_is_spelled_out_in_json() -> None:
+    extra = Extra(1, '{"token":"a"}', 3, messages.pack_ids([5]))
+    said = msgspec.json.decode(messages.frame_for(Tokens(1, "r", "c", 0, b"", "x", extra), "json"))
+    assert said["extra"] == {
+        "choice": 1,
+        "logprobs": [{"token": "a"}],
+        "prompt_tokens": 3,
+        "prompt": [5],
+        "message": [],
+    }
+    choice = Choice(messages.pack_ids([7]), "x", "stop", 7, "", '{"content":"x"}')
+    done = Done(1, "r", "c", 1, b"", "x", "stop", USAGE, [choice], messages.pack_ids([5]))
+    said = msgspec.json.decode(messages.frame_for(done, "json"))
+    assert said["prompt"] == [5]
+    plain = {"ids": [7], "text": "x", "finish_reason": "stop", "stop_reason": 7}
+    assert said["choices"] == [plain | {"logprobs": [], "message": [{"content": "x"}]}]
+
+
+def test_a_reader_that_knows_no_extras_reads_the_rest() -> None:
+    class Old(messages.Frame, frozen=True, array_like=True, tag_field="kind", tag="tokens"):
+        ids: bytes
+        text: str
+
+    frame = Tokens(1, "r", "c", 0, messages.pack_ids([7]), "x", Extra(1))
+    assert msgspec.msgpack.decode(messages.encode(frame), type=Old).text == "x"
+    old = msgspec.msgpack.encode(Old(1, "r", "c", 0, messages.pack_ids([7]), "x"))
+    assert msgspec.msgpack.decode(old, type=Tokens) == Tokens(1, "r", "c", 0, messages.pack_ids([7]), "x")
 
 
 def test_frames_of_several_requests_travel_as_one_message() -> None:

@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ErrorBody
 from pipeline.limits import REPEAT_PERIOD_S
-from pipeline.protocol.messages import Claim, Done, Failed, Fenced, From, Gone, Notice, Tokens, Usage, Whole
-from pipeline.protocol.reply import Heard, Outbox, Receiver
+from pipeline.protocol.messages import Claim, Done, Failed, Fenced, From, Gone, Notice, Tokens, Usage, Whole, pack_ids
+from pipeline.protocol.pieces import Choice, Extra
+from pipeline.protocol.reply import Heard, Outbox, Piece, Receiver, joined
 
 USAGE = Usage(
     prompt_tokens=3,
@@ -35,11 +36,16 @@ def sent(outbox: Outbox, ids: list[int], text: str) -> Tokens:
     return frame
 
 
+def done_of(outbox: Outbox) -> Done:
+    outbox.end(0, "stop")
+    return outbox.done(USAGE)
+
+
 def test_tokens_are_delivered_in_order_and_the_end_is_said_once() -> None:
     receiver, outbox = held()
     assert receiver.frame(sent(outbox, [1], "Hel"), 0.0) == Heard(text="Hel", ids=(1,))
     assert receiver.frame(sent(outbox, [2, 3], "lo"), 0.0) == Heard(text="lo", ids=(2, 3))
-    done = outbox.done("stop", USAGE)
+    done = done_of(outbox)
     assert receiver.frame(done, 0.0) == Heard(answer=Whole(), end=done)
     assert receiver.frame(done, 0.0) == Heard(answer=Whole(), repeated=3)
     assert (receiver.ids, receiver.text) == ([1, 2, 3], "Hello")
@@ -69,7 +75,7 @@ def test_a_lost_tail_is_mended_from_the_end() -> None:
     receiver.frame(sent(outbox, [1], "a"), 0.0)
     sent(outbox, [2], "b")
     assert outbox.add([], "!") is None, "text without a token travels with the end"
-    done = outbox.done("stop", USAGE)
+    done = done_of(outbox)
     assert receiver.frame(done, 0.0) == Heard(text="b!", ids=(2,), answer=Whole(), end=done)
 
 
@@ -101,9 +107,95 @@ def test_another_claim_continues_after_what_was_delivered() -> None:
     assert receiver.frame(sent(new, [3], "c"), 0.0).text == "c"
     assert receiver.ids == [1, 2, 3]
     sent(new, [4], "d")
-    done = new.done("stop", USAGE)
+    done = done_of(new)
     assert (done.text, done.index) == ("abcd", 4)
     assert receiver.frame(done, 0.0) == Heard(text="d", ids=(4,), answer=Whole(), end=done)
+
+
+def test_several_replies_are_numbered_as_one_and_end_together() -> None:
+    receiver, outbox = held()
+    sent(outbox, [1], "a")
+    lost = outbox.add([2], "x", 1, '{"t":2}')
+    outbox.end(0, "stop", ".")
+    last = outbox.add([3, 4], "yz", 1, '{"t":3},{"t":4}')
+    assert lost is not None
+    assert last is not None
+    assert (lost.index, last.index) == (1, 2)
+    outbox.end(1, "length")
+    done = outbox.done(USAGE)
+    assert done.index == outbox.length == 4
+    assert done.choices == [
+        Choice(pack_ids([1]), "a", "stop", "."),
+        Choice(pack_ids([2, 3, 4]), "xyz", "length", None, '{"t":2},{"t":3},{"t":4}'),
+    ]
+    assert receiver.frame(outbox.since(0)[0], 0.0).pieces == (Piece(0, "a", (1,)),)
+    assert receiver.frame(last, 0.0).notice is not None, "the gap is seen over all of them"
+    assert receiver.frame(lost, 0.0).pieces == (Piece(1, "x", (2,), '{"t":2}'),)
+    heard = receiver.frame(done, 0.0)
+    assert heard.pieces == (Piece(1, "yz", (3, 4), '{"t":3},{"t":4}'),)
+    assert sorted(receiver.ids) == [1, 2, 3, 4]
+    assert receiver.text == "a"
+
+
+def test_logprobs_that_came_in_several_frames_are_counted_with_their_commas() -> None:
+    receiver, outbox = held()
+    for token in (1, 2):
+        frame = outbox.add([token], "a", logprobs=f'{{"t":{token}}}')
+        assert frame is not None
+        receiver.frame(frame, 0.0)
+    outbox.add([3], "a", logprobs='{"t":3}')
+    assert receiver.frame(done_of(outbox), 0.0).pieces == (Piece(0, "a", (3,), '{"t":3}'),)
+
+
+def test_the_prompt_comes_with_the_first_tokens_of_a_claim() -> None:
+    receiver, outbox = held()
+    outbox.prompt_tokens, outbox.prompt = 2, pack_ids([8, 9])
+    first, second = sent(outbox, [1], "a"), sent(outbox, [2], "b")
+    assert first.extra == Extra(prompt_tokens=2, prompt=pack_ids([8, 9]))
+    assert second.extra is None
+    receiver.frame(first, 0.0)
+    assert (receiver.prompt_tokens, receiver.prompt) == (2, pack_ids([8, 9]))
+    assert done_of(outbox).prompt == pack_ids([8, 9])
+
+
+def test_held_back_text_of_one_choice_does_not_go_with_another() -> None:
+    outbox = Outbox("r", "a")
+    outbox.add([], "x", 1)
+    assert sent(outbox, [1], "a").text == "a"
+    outbox.end(0, "stop")
+    outbox.end(1, "stop")
+    assert outbox.ended == 2
+    assert [choice.text for choice in outbox.done(USAGE).choices] == ["a", "x"]
+
+
+def test_what_the_text_means_comes_in_pieces_and_what_is_lost_at_the_end() -> None:
+    receiver, outbox = held()
+    first = outbox.add([1], "a", message='{"d":1}')
+    assert first is not None
+    assert receiver.frame(first, 0.0).pieces == (Piece(0, "a", (1,), "", '{"d":1}'),)
+    assert outbox.add([], "", message='{"d":2}') is None, "a delta without a token goes with the next"
+    second = outbox.add([2], "b", message='{"d":3}')
+    assert second is not None
+    assert receiver.frame(second, 0.0).message == '{"d":2},{"d":3}'
+    outbox.add([3], "", message='{"d":4}')
+    outbox.add([], "", message='{"d":5}')
+    done = done_of(outbox)
+    assert done.choices[0].message == '{"d":1},{"d":2},{"d":3},{"d":4},{"d":5}'
+    assert receiver.frame(done, 0.0).pieces == (Piece(0, "", (3,), "", '{"d":4},{"d":5}'),)
+
+
+def test_a_message_alone_is_news() -> None:
+    receiver, outbox = held()
+    receiver.frame(sent(outbox, [1], "a"), 0.0)
+    outbox.add([], "", message='{"content":"a"}')
+    assert receiver.frame(done_of(outbox), 0.0).pieces == (Piece(0, "", (), "", '{"content":"a"}'),)
+
+
+def test_news_is_joined_by_choice() -> None:
+    pieces = [Piece(0, "a", (1,), "{}"), Piece(1, "x", (2,)), Piece(0, "b", (3,), "{}")]
+    assert joined(pieces) == [Piece(0, "ab", (1, 3), "{},{}"), Piece(1, "x", (2,))]
+    assert joined(pieces[:1]) == pieces[:1]
+    assert joined([]) == []
 
 
 def test_an_error_ends_the_reply() -> None:
@@ -124,7 +216,7 @@ def test_when_the_client_leaves_the_holder_is_told_and_everybody_after_it() -> N
 def test_leaving_before_any_claim_or_after_the_end_tells_nobody() -> None:
     assert Receiver("r").leave() is None
     receiver, outbox = held()
-    receiver.frame(outbox.done("stop", USAGE), 0.0)
+    receiver.frame(done_of(outbox), 0.0)
     assert receiver.leave() is None
 
 
@@ -142,8 +234,8 @@ def test_whatever_is_lost_repeated_or_reordered_each_token_arrives_once_and_in_o
     frames = [sent(outbox, ids, f"<{','.join(map(str, ids))}>") for ids in steps]
     wire: list[Tokens | Done] = [frame for frame in frames * 2 if chance.random() < 0.7]  # type: ignore[attr-defined]
     chance.shuffle(wire)  # type: ignore[attr-defined]
-    text = "".join(receiver.frame(frame, 0.0).text for frame in [*wire, outbox.done("stop", USAGE)])
+    text = "".join(receiver.frame(frame, 0.0).text for frame in [*wire, done_of(outbox)])
     assert text == "".join(frame.text for frame in frames)
     assert receiver.ids == [token for ids in steps for token in ids]
-    assert isinstance(receiver.frame(outbox.done("stop", USAGE), 0.0).answer, Whole)
-    assert not isinstance(receiver.frame(outbox.done("stop", USAGE), 0.0).end, Failed)
+    assert isinstance(receiver.frame(done_of(outbox), 0.0).answer, Whole)
+    assert not isinstance(receiver.frame(done_of(outbox), 0.0).end, Failed)

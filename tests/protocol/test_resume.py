@@ -32,6 +32,9 @@ def test_a_reply_that_depends_on_its_tokens_alone_is_continued(chat: dict[str, A
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{}]}, "tools"),
         ({"logprobs": True}, "logprobs"),
+        ({"n": 2}, "n"),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
+        ({"repetition_detection": {}}, "repetition_detection"),
     ],
 )
 def test_a_reply_with_more_state_starts_again_or_ends_with_an_error(chat: dict[str, Any], field: str) -> None:

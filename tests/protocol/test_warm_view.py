@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from pipeline.limits import PRESENCE_PERIOD_S, WARM_ASK_PERIOD_S
-from pipeline.protocol.messages import WarmChanges, WarmCreators, encode, warm_decoder
+from pipeline.protocol.messages import encode
+from pipeline.protocol.warm_messages import WarmChanges, WarmCreators, warm_decoder
 from pipeline.protocol.warm_view import Teller, WarmView, key_of, pack_keys, unpack_keys
 
 ADA, BOB, EVE = (key_of(creator) for creator in ("ada", "bob", "eve"))

@@ -106,8 +106,8 @@ class HttpClient(Client):
             await self._publish(at, relay)
             while relay.end is None and not relay.left:
                 await relay.something()
-                self.text += relay.take()
-            self.text += relay.take()
+                self.text += "".join(piece.text for piece in relay.take())
+            self.text += "".join(piece.text for piece in relay.take())
         finally:
             gateway.replies.close(relay)
         if relay.end is None:

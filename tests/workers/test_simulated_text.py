@@ -16,6 +16,24 @@ ENGLISH = (
     "advice, you love bad puns about fish, and you remember what people told you earlier in the conversation. "
 ) * 20
 
+
+@pytest.mark.parametrize(
+    ("chat", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),
+        ({"tools": [{}]}, "tools"),
+    ],
+)
+def test_what_needs_a_model_is_refused(chat: dict[str, object], param: str) -> None:
+    sampling_of({"n": 1, "logprobs": False, "response_format": {"type": "text"}, "tools": None})
+    with pytest.raises(InvalidField) as info:
+        sampling_of(chat)
+    assert info.value.param == param
+
+
 # --------------------------------------------------------------------------------------------------------------
 # Words
 

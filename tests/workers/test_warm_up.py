@@ -6,18 +6,16 @@ from pipeline.protocol import subjects
 from pipeline.protocol.messages import (
     Done,
     Prefix,
-    ShardServed,
-    ShardsServed,
     WantPrefix,
     WantShards,
     WarmedUp,
     WarmUp,
     encode,
     prefix_decoder,
-    shards_served_decoder,
     unpack_ids,
     warmed_up_decoder,
 )
+from pipeline.protocol.served import ShardServed, ShardsServed, shards_served_decoder
 from pipeline.protocol.subjects import Shard, partition
 from tests.nats_server import NatsServer
 from tests.workers.fleet import Fleet, config_for, fleet, until

@@ -12,7 +12,7 @@ import msgspec
 
 from pipeline.protocol.warmth import Batch
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +49,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     `token_ids` are new tokens; `text` is what they add, which is empty while a character or a stop string is incomplete.
     `cached_tokens` of the prompt were loaded, not computed. `finish_reason` is set in the last step, which may have no tokens.
     `before` is set in the first step of a continued reply: the text that the tokens delivered before have given.
+    `choice`: which of several replies goes on; each has its own last step, with its `stop_reason`: what string or token ended it.
+    `logprobs` and `message`: as `pipeline.protocol.pieces` has them.
     """
 
     token_ids: Sequence[int]
@@ -56,6 +58,10 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     finish_reason: FinishReason | None = None
     before: str = ""
+    choice: int = 0
+    stop_reason: int | str | None = None
+    logprobs: str = ""
+    message: str = ""
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):

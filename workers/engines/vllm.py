@@ -106,7 +106,7 @@ class VllmEngine:
         events_at = Path(self._events_at.name) if self._events_at else None
         self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage, events_at)
         self._info = vllm_setup.describe(self._engine, self._config, self._model_path)
-        self._renderer = vllm_chat.renderer(self._engine)
+        self._renderer = vllm_chat.renderer(self._engine, self._config.model.tool_parser)
         self._defaults = self._engine.model_config.get_diff_sampling_param()
 
     def _listen(self) -> None:
@@ -166,21 +166,28 @@ class VllmEngine:
 
         Raises as `prefill`, and `RequestError` for sampling parameters that vLLM refuses.
         """
-        parameters, reasoning_ended = self._chat.sampling(chat, max_tokens, self._defaults)
+        request, parameters, reasoning_ended = self._chat.sampling(self._renderer, chat, max_tokens, self._defaults)
         if delivered:
             async with aclosing(self._continue(key, token_ids, salt, parameters, delivered)) as steps:
                 async for step in steps:
                     yield step
             return
-        async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended)) as outputs:
+        said = self._chat.Said(self._engine, self._renderer, request, token_ids, streamed=bool(chat.get("stream")))
+        priority = int(chat.get("priority") or 0)  # which a scheduler heeds whose policy it is: see `extra`
+        async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended, priority)) as outputs:
             async for output in outputs:
-                choice = output.outputs[0]
-                yield Step(
-                    token_ids=list(choice.token_ids),
-                    text=choice.text,
-                    cached_tokens=output.num_cached_tokens or 0,
-                    finish_reason=_finish_reason(choice.finish_reason),
-                )
+                for choice in output.outputs:
+                    message, reason = await said.message(choice, _finish_reason(choice.finish_reason))
+                    yield Step(
+                        token_ids=list(choice.token_ids),
+                        text=choice.text,
+                        cached_tokens=output.num_cached_tokens or 0,
+                        finish_reason=reason,
+                        choice=choice.index,
+                        stop_reason=choice.stop_reason,
+                        logprobs=said.logprobs(choice),
+                        message=message,
+                    )
 
     async def _continue(
         self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, delivered: Sequence[int]
@@ -197,18 +204,24 @@ class VllmEngine:
             async for output in outputs:
                 choice = output.outputs[0]
                 reason = _finish_reason(choice.finish_reason)
-                step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0)
+                step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0, choice.stop_reason)
                 yield step
                 if step.finish_reason is not None:
                     return
 
     async def _generate(
-        self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, reasoning_ended: bool | None
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        parameters: Any,
+        reasoning_ended: bool | None,
+        priority: int = 0,
     ) -> AsyncGenerator[Any, None]:
         """vLLM's outputs for one request, with our errors. Closing it aborts the request."""
         assert SALT.fullmatch(salt), "a salt is hex"
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
-        outputs = self._engine.generate(prompt, parameters, key, reasoning_ended=reasoning_ended)
+        outputs = self._engine.generate(prompt, parameters, key, reasoning_ended=reasoning_ended, priority=priority)
         async with aclosing(outputs):
             try:
                 async for output in outputs:

@@ -4,11 +4,13 @@ All of it is what `vllm serve` uses, so that a parameter means here what it mean
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
@@ -19,13 +21,13 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from pipeline.errors import EngineDead, EngineFailed, InvalidField, PromptTooLong, ReplyError, RequestError
+from workers.engines import vllm_tools
+from workers.engines.port import FinishReason
 
 ENVELOPE: Final = frozenset({"id", "reply_to", "claim_at", "timeout_ms", "type", "v"})
 """The pipeline's own keys, which travel beside the client's."""
 
-OURS: Final = frozenset(
-    {"kv_transfer_params", "ec_transfer_params", "cache_salt", "stream", "stream_options", "request_id"}
-)
+OURS: Final = frozenset({"kv_transfer_params", "ec_transfer_params", "stream", "stream_options", "request_id"})
 """What a client may not decide in an engine. The first two reach into the scheduler, where a wrong value ends the process."""
 
 TOO_LONG: Final = frozenset({"input_tokens", "input_text"})
@@ -50,10 +52,8 @@ def chat_request(chat: Mapping[str, Any]) -> Any:
 
 
 def _refuse_undeliverable(request: Any) -> None:
-    """A reply is one choice of text: refuse what would silently be left out of it."""
+    """A reply is text with its logprobs: refuse what would silently be left out of it."""
     asked = {
-        "n": request.n not in (None, 1),
-        "logprobs": bool(request.logprobs),
         "prompt_logprobs": request.prompt_logprobs is not None,
         "use_beam_search": request.use_beam_search,
         "echo": request.echo,
@@ -65,14 +65,16 @@ def _refuse_undeliverable(request: Any) -> None:
             raise InvalidField(f"{what} is not supported.", param=parameter)
 
 
-def renderer(engine: Any) -> Any:
-    """The renderer of `vllm serve` with its default options. It renders in a thread of its own."""
+def renderer(engine: Any, tool_parser: str = "") -> Any:
+    """The renderer of `vllm serve` with its default options, and a tool parser. It renders in a thread of its own."""
     online = OnlineRenderer(
         model_config=engine.model_config,
         renderer=engine.renderer,
         request_logger=None,
         chat_template=None,
         chat_template_content_format="auto",
+        enable_auto_tools=bool(tool_parser),
+        tool_parser=tool_parser or None,
     )
     online.warmup()
     return online
@@ -100,18 +102,21 @@ async def render(engine: Any, online: Any, chat: Mapping[str, Any], defaults: Ma
     return list(engine_input["prompt_token_ids"])
 
 
-def sampling(chat: Mapping[str, Any], max_tokens: int, defaults: Mapping[str, Any]) -> tuple[Any, bool | None]:
-    """vLLM's sampling parameters for a chat, and whether structured output starts at the first token.
+def sampling(
+    online: Any, chat: Mapping[str, Any], max_tokens: int, defaults: Mapping[str, Any]
+) -> tuple[Any, Any, bool | None]:
+    """vLLM's request and sampling parameters for a chat, and whether structured output starts at the first token.
 
     `defaults` are the model's, of its `generation_config.json`. The messages may be missing: they are a prompt by now.
     Raises `RequestError`.
     """
     request = chat_request({"messages": [], **chat})
     try:
+        request = vllm_tools.adjust(online, request)
         parameters = _parameters(request, max_tokens, defaults)
     except Exception as error:
         raise blame(error) from error
-    return parameters, request.resolve_reasoning_ended(None, [])
+    return request, parameters, request.resolve_reasoning_ended(None, [])
 
 
 def _parameters(request: Any, max_tokens: int, defaults: Mapping[str, Any]) -> Any:
@@ -128,6 +133,43 @@ def _max_tokens(request: Any, engine: Any) -> int:
         if asked is not None:
             return int(asked)
     return int(engine.model_config.max_model_len)
+
+
+class Said:
+    """What a reply says beside its text, in the words of `vllm serve`, by its own code: logprobs, and calls of tools."""
+
+    def __init__(self, engine: Any, online: Any, request: Any, prompt: Sequence[int], *, streamed: bool) -> None:
+        self._request = request
+        self._calls: dict[int, Any] | None = {} if vllm_tools.wanted(online, request) else None
+        self._new = partial(vllm_tools.Calls, online, request, prompt, streamed=streamed)
+        self._tokenizer = engine.renderer.tokenizer
+        self._serving: Any = OpenAIServingChat.__new__(
+            OpenAIServingChat
+        )  # of which this needs one setting, and no server
+        self._serving.return_tokens_as_token_ids = False
+
+    async def message(self, output: Any, reason: FinishReason | None) -> tuple[str, FinishReason | None]:
+        """What a step adds to the message where tools may be called, and the reason, which may be that one was."""
+        if self._calls is None:
+            return "", reason
+        if output.index not in self._calls:
+            self._calls[output.index] = self._new()
+        said, why = await self._calls[output.index].read(output, reason)
+        return said, why
+
+    def logprobs(self, output: Any) -> str:
+        """Those of a step's tokens, as `Step` carries them. Nothing where none were asked for."""
+        if not self._request.logprobs or not output.token_ids:
+            return ""
+        said = self._serving._create_chat_logprobs(  # noqa: SLF001  # a copy would be ours to keep equal
+            token_ids=output.token_ids,
+            top_logprobs=output.logprobs,
+            tokenizer=self._tokenizer,
+            num_output_top_logprobs=self._request.top_logprobs,
+            logprob_token_ids=self._request.logprob_token_ids,
+            return_as_token_id=self._request.return_tokens_as_token_ids,
+        )
+        return ",".join(entry.model_dump_json() for entry in said.content)
 
 
 def prefill_sampling() -> Any:

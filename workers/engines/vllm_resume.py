@@ -29,6 +29,7 @@ class Continuation:
         )
         self._text = IncrementalDetokenizer.from_new_request(engine.renderer.tokenizer, request)
         self.before = ""
+        self.stopped_by: str | None = None
         self.over: FinishReason | None = None
         for token_id in delivered:
             self.over = self._feed([token_id], is_stop_token=token_id in stop_ids)
@@ -52,21 +53,38 @@ class Continuation:
         assert self.over is not None
         return self._step([], self.over, cached_tokens=0)
 
-    def step(self, token_ids: Sequence[int], reason: FinishReason | None, cached_tokens: int) -> Step:
+    def step(
+        self,
+        token_ids: Sequence[int],
+        reason: FinishReason | None,
+        cached_tokens: int,
+        stop_reason: int | str | None = None,
+    ) -> Step:
         """vLLM's new tokens with their text, cut where a stop string ends."""
         had = self._text.num_output_tokens()
         stopped = self._feed(list(token_ids), is_stop_token=reason == "stop")
         kept = self._text.num_output_tokens() - had
-        return self._step(token_ids[:kept], stopped or reason, cached_tokens)
+        return self._step(token_ids[:kept], stopped or reason, cached_tokens, stop_reason)
 
     def _feed(self, token_ids: list[int], *, is_stop_token: bool) -> FinishReason | None:
-        stop_string = self._text.update(token_ids, is_stop_token)
+        self.stopped_by = stop_string = self._text.update(token_ids, is_stop_token)
         return "stop" if stop_string is not None or is_stop_token else None
 
-    def _step(self, token_ids: Sequence[int], reason: FinishReason | None, cached_tokens: int) -> Step:
+    def _step(
+        self,
+        token_ids: Sequence[int],
+        reason: FinishReason | None,
+        cached_tokens: int,
+        stop_reason: int | str | None = None,
+    ) -> Step:
         text = self._text.get_next_output_text(finished=reason is not None, delta=True)
         step = Step(
-            token_ids=list(token_ids), text=text, cached_tokens=cached_tokens, finish_reason=reason, before=self.before
+            token_ids=list(token_ids),
+            text=text,
+            cached_tokens=cached_tokens,
+            finish_reason=reason,
+            before=self.before,
+            stop_reason=self.stopped_by or stop_reason,
         )
         self.before = ""
         return step

@@ -61,8 +61,24 @@ class Sampling(msgspec.Struct, frozen=True):
         return tuple(stop for stop in given if stop)
 
 
+_NEED_A_MODEL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "tools": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+}
+"""Field → the values under which a reply is one text that nothing constrains."""
+
+
 def sampling_of(chat: Mapping[str, Any]) -> Sampling:
-    """Raises `InvalidField` where a parameter has the wrong type. An explicit null is the default."""
+    """What of a chat is honoured.
+
+    Raises `InvalidField` where a parameter has the wrong type, or asks for what needs a model. An explicit null is the default.
+    """
+    for name, harmless in _NEED_A_MODEL.items():
+        if chat.get(name) not in (None, *harmless):
+            raise InvalidField(f"The simulated engine has no {name}: it only models time.", param=name)
     given = {name: chat[name] for name in Sampling.__struct_fields__ if chat.get(name) is not None}
     try:
         return msgspec.convert(given, Sampling)

@@ -64,6 +64,8 @@ def prompt_of(chat: Mapping[str, Any]) -> list[int]:
         raise InvalidField("messages must not be empty.", param="messages")
     ids = array("I")
     for message in conversation.messages:
+        if message.role not in ROLES:
+            raise InvalidField(f"The simulated engine knows no role {message.role!r}.", param="messages")
         ids.extend((START, ROLES[message.role], NEWLINE))
         ids.extend(_remembered(_text_of(message)))
         ids.extend((END, NEWLINE))

@@ -1,0 +1,53 @@
+"""What frames carry beyond tokens and text: several replies to one request, logprobs, the prompt."""
+
+import msgspec
+
+
+class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What few tokens frames carry. `choice`: which of a request's `n` replies goes on.
+
+    `logprobs` are OpenAI's entries of `logprobs.content`, a token each, as JSON objects joined by commas. The first frame of a
+    claim has the prompt, where it is asked for: its length in tokens, and its ids (packed). `message` is what the text means
+    where tools may be called: OpenAI's deltas, as JSON objects joined by commas.
+    """
+
+    choice: int = 0
+    logprobs: str = ""
+    prompt_tokens: int = 0
+    prompt: bytes = b""
+    message: str = ""
+
+
+class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One whole reply: packed ids, text, why and by what it ended (a stop string or token), and logprobs as in `Extra`.
+
+    `message` is all its deltas, or where it is not streamed, OpenAI's message.
+    """
+
+    ids: bytes
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: str = ""
+    message: str = ""
+
+
+class ExtraInJson(msgspec.Struct, frozen=True, kw_only=True):
+    """`Extra` as JSON has it."""
+
+    choice: int
+    logprobs: msgspec.Raw
+    prompt_tokens: int
+    prompt: list[int]
+    message: msgspec.Raw
+
+
+class ChoiceInJson(msgspec.Struct, frozen=True, kw_only=True):
+    """`Choice` as JSON has it."""
+
+    ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None
+    logprobs: msgspec.Raw
+    message: msgspec.Raw
