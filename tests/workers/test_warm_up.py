@@ -15,7 +15,7 @@ from pipeline.protocol.messages import (
     unpack_ids,
     warmed_up_decoder,
 )
-from pipeline.protocol.served import ShardServed, ShardsServed, shards_served_decoder
+from pipeline.protocol.served import ShardServed, shards_served_decoder
 from pipeline.protocol.subjects import Shard, partition
 from tests.nats_server import NatsServer
 from tests.workers.fleet import Fleet, config_for, fleet, until
