@@ -28,6 +28,7 @@ from pipeline.cli import client, http
 from pipeline.cli.bench import WORDS, percentile_ms
 from pipeline.cli.options import ConfigOption, configuration
 from pipeline.cli.tables import table
+from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.routes import Route
 from pipeline.protocol.subjects import Shard
@@ -36,6 +37,9 @@ Source = Literal["cold", "hbm", "lmcache"]
 SOURCES: Final[tuple[Source, ...]] = ("cold", "lmcache", "hbm")
 
 REPLY_TOKENS: Final = 4
+SERVING_S: Final = 240.0
+"""For a worker that has just been killed to serve again: a real engine starts in 20 s, on a machine that is not busy."""
+
 FOLLOWED_S: Final = 10.0
 """For the gateway to follow a route that was written: milliseconds, on a machine that is not busy."""
 
@@ -68,8 +72,15 @@ class Stand:
         self._gateway, self._bus, self._shards, self._words = gateway, bus, shards, persona_tokens
 
     async def settle(self) -> None:
-        """Return when pulls of the ranks of before, when fewer workers lived, have ended."""
-        await anyio.sleep(2 * EXPIRES_S)
+        """Return when two workers serve, and pulls of the ranks of before, when fewer lived, have ended."""
+        with anyio.fail_after(SERVING_S):
+            while not await self._two_serve():
+                await anyio.sleep(0.2)
+        await anyio.sleep(PRESENCE_SILENT_MAX_S + 2 * EXPIRES_S)
+
+    async def _two_serve(self) -> bool:
+        _, body = await http.get(f"{self._gateway}/ready", 5.0)
+        return int(msgspec.json.decode(body)["prefill"]) >= 2
 
     async def measure(self, creator: str) -> list[Sample]:
         """The three requests of one creator. Raises `AssertionError` where one of them went elsewhere than it should."""
