@@ -110,6 +110,7 @@ class PrefillWorker:
         self._jobs: Pool[PrefillJob] = Pool(bus, presences, ("prefill", me.id), self._ended)
         self._held: dict[str, Delivery] = {}
         self._stale_until_s = float("-inf")
+        self._heard_s = self.clock()
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -137,6 +138,7 @@ class PrefillWorker:
         """Take nothing new, give back what only waits, and let what runs finish. The caller sets the bound."""
         self.slots.close()
         await self._puller.stop()
+        self._notice_standstill(self.clock())
         await self._return_surplus()
         await self._jobs.drained()
 
@@ -224,21 +226,25 @@ class PrefillWorker:
         self._offer()
 
     async def _give_back_surplus(self) -> None:
-        heard_s = self.clock()
+        self._heard_s = self.clock()
         while True:
-            asked_s, before_s = self.clock(), heard_s
+            asked_s = self.clock()
             await anyio.sleep(SURPLUS_HOLD_S / 2)
-            heard_s = max(heard_s, self.presences.heard_s("prefill", self.me.id))
-            if max(self.clock() - asked_s, heard_s - before_s) > LEASE_SILENT_MAX_S:
-                self._stale_until_s = self.clock() + 2 * SURPLUS_HOLD_S
+            self._notice_standstill(asked_s)
             await self._return_surplus()
             self._offer()
+
+    def _notice_standstill(self, since_s: float) -> None:
+        """This process has, since then, or its connection: one that carries anything brings our own presence back."""
+        now_s, before_s = self.clock(), self._heard_s
+        self._heard_s = max(before_s, self.presences.heard_s("prefill", self.me.id))
+        if max(now_s - since_s, self._heard_s - before_s, now_s - self._heard_s) > LEASE_SILENT_MAX_S:
+            self._stale_until_s = now_s + 2 * SURPLUS_HOLD_S
 
     async def _return_surplus(self) -> None:
         """Without a connection the broker has taken them back already, or will after `ack_wait`.
 
-        After this process or its connection stood still, what it reads may be another's by now, and a NAK would take it from
-        there. (A connection that carries anything brings our own presence back.)
+        After this process or its connection stood still, what it reads may be another's, and a NAK would take it from there.
         """
         for key in self.slots.surplus(self.clock()):
             ack = self._held.pop(str(key)).ack
