@@ -76,9 +76,8 @@ class PrefillWorker:
         self.queued_tokens = 0
         self.ready = False
         self.served = Served()
-        self.warm_ups = WarmUps(bus, engine, me.id, lambda: self.slots.load, self._account)
         self.warmth = Warmth(bus, engine, me, self.clock)
-        self.warm_ups.prefixes = self.warmth.prefixes
+        self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, lambda: self.slots.load, self._account)
         self.personas = Personas(bus)
         self.persona_warmer = PersonaWarmer(
             bus, engine, self.personas, config.requests.salt_scope, self.owns, self.warm_ups.warm

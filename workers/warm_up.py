@@ -33,12 +33,18 @@ _Asked = tuple[WarmUp, str]
 
 
 class WarmUps:
-    """One worker's answers. `load` is its own, 0…1: while it is high, requests come first."""
+    """One worker's answers. `load` is its own, 0…1: while it is high, requests come first. `prefixes` is told of every prompt."""
 
     def __init__(
-        self, bus: Bus, engine: Engine, worker: str, load: Callable[[], float], served: Callable[[], ShardsServed]
+        self,
+        bus: Bus,
+        engine: Engine,
+        worker: str,
+        prefixes: Prefixes,
+        load: Callable[[], float],
+        served: Callable[[], ShardsServed],
     ) -> None:
-        self.prefixes = Prefixes()
+        self.prefixes = prefixes
         self._bus, self._engine, self._worker = bus, engine, worker
         self._load, self._served = load, served
         self._put: MemoryObjectSendStream[_Asked]

@@ -6,6 +6,7 @@ end as soon as a message can say it.
 
 import itertools
 import random
+from abc import abstractmethod
 from collections import deque
 from typing import Final
 
@@ -34,9 +35,9 @@ class Pushed(Fleet):
         self._sent[worker] += 1
         self.events.after(source.ROUTER_S, self._queued, self.engines[worker], request)
 
+    @abstractmethod
     def choose(self, request: Request) -> str:
         """The worker of a request."""
-        raise NotImplementedError
 
     def _queued(self, engine: Engine, request: Request) -> None:
         if engine.running < engine.slots:

@@ -3,6 +3,7 @@
 What differs between policies is `_arrive` and `_done`; engines, caches, LMCache and the requests are the same for all.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
 
@@ -33,7 +34,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     routes: int = 0
 
 
-class Fleet:
+class Fleet(ABC):
     """Workers `p0`, `p1`, …, each with an engine, over one LMCache."""
 
     def __init__(self, *, workers: int = source.PREFILL_WORKERS) -> None:
@@ -69,8 +70,9 @@ class Fleet:
         """Whether a request was served by another worker than the policy prefers."""
         return False
 
+    @abstractmethod
     def _arrive(self, request: Request) -> None:
-        raise NotImplementedError
+        """A request has come to the router, or to a gateway."""
 
     def _done(self, served: Served) -> None:
         self._left -= 1

@@ -3,7 +3,6 @@
 import json
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -39,20 +38,6 @@ SOUND = Account(
     expired=1,
     refused=3,
 )
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[NatsServer]:
-    broker = NatsServer(tmp_path / "nats").start()
-    yield broker
-    broker.kill9()
-
-
-@pytest.fixture
-def config(broker: NatsServer, tmp_path: Path) -> Path:
-    path = tmp_path / "headrace.toml"
-    path.write_text(f'[nats]\nurl = "{broker.url}"\n', "utf-8")
-    return path
 
 
 async def credits_of(config: Path, *arguments: str) -> Result:

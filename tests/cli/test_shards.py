@@ -1,12 +1,10 @@
 """`headrace shards` beside a running fleet: backlog, owners, spill, and where prompt tokens came from."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import pytest
 from typer.testing import CliRunner, Result
 
 from pipeline.bus.connection import Bus
@@ -15,20 +13,6 @@ from pipeline.cli.shards import HEAD
 from pipeline.protocol.subjects import CLASSES, partition
 from tests.nats_server import NatsServer
 from tests.workers.fleet import Caller, config_for, fleet, until
-
-
-@pytest.fixture
-def broker(tmp_path: Path) -> Iterator[NatsServer]:
-    broker = NatsServer(tmp_path / "nats").start()
-    yield broker
-    broker.kill9()
-
-
-@pytest.fixture
-def config(broker: NatsServer, tmp_path: Path) -> Path:
-    path = tmp_path / "headrace.toml"
-    path.write_text(f'[nats]\nurl = "{broker.url}"\n', "utf-8")
-    return path
 
 
 async def shards_of(config: Path, *arguments: str) -> Result:

@@ -7,6 +7,7 @@ Arbiter      has a claim subject of its own, and answers as a gateway does
 
 import asyncio
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -68,9 +69,9 @@ class Producer(Client):
             told("unheard", f"{', '.join(sorted(self.shaken)) or 'for no reason'}")
         self.say_end(told)
 
+    @abstractmethod
     async def listen(self, bus: Bus) -> dict[str, Any]:
         """Be there for the reply. Returns what the request says of it."""
-        raise NotImplementedError
 
     def finish(self, end: Done | ErrorBody) -> None:
         """Nothing follows."""
