@@ -20,7 +20,7 @@ import pytest
 from pipeline import config as configuration
 from pipeline.config import Config
 from tests.e2e.engines import Reply
-from tests.e2e.running import Running, await_ready
+from tests.e2e.running import PREFILL_WORKERS, Running, await_ready
 from workers.engines import launch
 
 ROOT = Path(__file__).parents[2]
@@ -120,14 +120,22 @@ def reference_replies(engines: Engines, model_path: str, tmp_path_factory: pytes
     return msgspec.json.decode(engines("reference", model_path, str(path), timeout_s=300), type=list[Reply])
 
 
+@pytest.fixture
+def running(brought_up: Running) -> Running:
+    """The running stack, whole: earlier tests may have killed parts of it."""
+    brought_up.await_whole()
+    return brought_up
+
+
 @pytest.fixture(scope="package")
-def running(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Running]:
+def brought_up(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Running]:
     """`headrace up`, ready. At its end nothing is left: no process, no shared memory."""
     folder = tmp_path_factory.mktemp("up")
     config, log = folder / "headrace.toml", folder / "up.log"
     ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
     config.write_text(
-        f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}[up]\nprefill = 2\nstate_dir = '{folder}'\n"
+        f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}"
+        f"[up]\nprefill = {PREFILL_WORKERS}\nstate_dir = '{folder}'\n"
     )
     with log.open("w") as out:
         process = subprocess.Popen(

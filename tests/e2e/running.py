@@ -1,12 +1,14 @@
 """The whole stack as `headrace up` runs it, and what a test may do to it."""
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,14 @@ from typing import Any
 
 import msgspec
 
+from pipeline.bus.puller import EXPIRES_S
+from pipeline.limits import PRESENCE_SILENT_MAX_S
+
 ROOT = Path(__file__).parents[2]
 READY_S = 240.0
+PREFILL_WORKERS = 2
+FORGOTTEN_S = PRESENCE_SILENT_MAX_S + 2 * EXPIRES_S
+"""What is left of a killed worker: its presence, and pulls of the ranks in which it lived."""
 
 
 class Running(msgspec.Struct):
@@ -26,6 +34,7 @@ class Running(msgspec.Struct):
     gateway: str
     nats: str
     metrics: dict[str, str]
+    pids_when_whole: list[int] = []
 
     @property
     def pids(self) -> list[int]:
@@ -66,6 +75,26 @@ class Running(msgspec.Struct):
         while self.pid(name) == than:
             assert time.monotonic() < deadline, f"no new {name} within {READY_S} s"
             time.sleep(0.1)  # between two looks; nothing tells us
+
+    def await_whole(self) -> None:
+        """Return when all workers serve, and those that earlier tests have killed are forgotten."""
+        if self.pids == self.pids_when_whole:
+            return
+        deadline = time.monotonic() + READY_S
+        whole_since = math.inf
+        while time.monotonic() < whole_since + FORGOTTEN_S:
+            whole_since = min(whole_since, time.monotonic()) if self._all_serve() else math.inf
+            assert time.monotonic() < deadline, f"not all workers serve within {READY_S} s"
+            time.sleep(0.1)  # between two looks; nothing tells us
+        self.pids_when_whole = self.pids
+
+    def _all_serve(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.gateway}/ready", timeout=5) as answer:
+                said = json.load(answer)
+        except urllib.error.HTTPError:
+            return False
+        return (said["prefill"], said["decode"]) == (PREFILL_WORKERS, 1)
 
     def pid(self, name: str) -> int:
         """Of a process of the stack."""

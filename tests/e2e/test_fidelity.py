@@ -68,7 +68,8 @@ def _await_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> Non
 def ours(theirs: dict[str, Answer], request: pytest.FixtureRequest) -> str:
     """Headrace's URL, started after the other has ended."""
     assert theirs
-    running: Running = request.getfixturevalue("running")
+    running: Running = request.getfixturevalue("brought_up")
+    running.await_whole()
     return running.gateway
 
 

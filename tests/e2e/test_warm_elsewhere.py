@@ -36,7 +36,6 @@ def chunks_of(tokens: int) -> int:
 async def test_a_worker_that_has_never_seen_a_creator_loads_its_persona_from_lmcache(running: Running) -> None:
     async with await Bus.connect(running.nats, "test") as bus:
         stand = Stand(running.gateway, bus, Requests().shards, PERSONA_TOKENS)
-        await stand.settle()
         cold, hbm, lmcache = await stand.measure("grace")
     assert cold.cached_tokens < CHUNK
     assert hbm.worker == cold.worker != lmcache.worker
@@ -62,7 +61,6 @@ async def test_when_the_owner_is_killed_the_other_serves_its_creators_warm(
 
     async with await Bus.connect(running.nats, "test") as bus:
         stand = Stand(running.gateway, bus, Requests().shards, 0)
-        await stand.settle()
         owner, other = await stand.owners("hedy")
     cold, warm = ask("Who are you?"), ask("What is a frequency hop?")
     assert cold["headrace"]["prefill"] == warm["headrace"]["prefill"] == owner

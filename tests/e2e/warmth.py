@@ -20,7 +20,7 @@ PREFIX_TOKENS: Final = 416
 CREATORS: Final = ("ada", "bob", "eve")
 """With what follows their prefixes, they need half as much again as the engine has."""
 LOST: Final = 3
-"""In the second half, every third batch is lost on its way."""
+"""In the second half, every third batch is lost on its way, from the second on, so that another one tells of the gap."""
 SETTLED_S: Final = 0.1
 REPAIRED_S: Final = 1.0
 
@@ -72,11 +72,13 @@ class Lossy:
     def __init__(self, events: CacheEvents) -> None:
         self.loses = False
         self._events = events
+        self._while_losing = 0
 
     async def read(self) -> Batch:
         while True:
             batch = await self._events.read()
-            if not (self.loses and batch.number % LOST == 0):
+            self._while_losing += self.loses
+            if self._while_losing % LOST != 2:
                 return batch
 
     async def replay(self, start: int) -> list[Batch]:
