@@ -105,7 +105,7 @@ class DecodeWorker:
             self.ready = True
             while True:
                 await anyio.sleep(REPEAT_PERIOD_S / 2)
-                self._publish(self.ledger.tick(self.clock(), outside.unix_s()))
+                self._publish(self.ledger.tick(self.clock()))
                 self._measure()
 
     async def drain(self) -> None:
@@ -140,9 +140,9 @@ class DecodeWorker:
         """An ask, a return, or somebody who wants to see the books."""
         said = credit_decoder.decode(message.data)
         if isinstance(said, Ask):
-            self._publish(self.ledger.ask(said, self.clock()))
+            self._publish(self.ledger.ask(said, self.clock(), said.deadline_s - outside.unix_s()))
         elif isinstance(said, Return):
-            self._publish(self.ledger.give_back(said.ask))
+            self._publish(self.ledger.give_back(said.ask, self.clock()))
         else:
             self._post(
                 message.reply, encode(self.ledger.account(self._engine_blocks(), self.engine.usage().preemptions))
@@ -154,7 +154,7 @@ class DecodeWorker:
     def _handoff(self, message: Message) -> None:
         """A completion event. It is repeated until answered, so each must be answered, and only the first may have an effect."""
         handoff = handoff_decoder.decode(message.data)
-        consumption = self.ledger.consume(handoff.ask, handoff.epoch)
+        consumption = self.ledger.consume(handoff.ask, handoff.epoch, self.clock())
         if consumption in _REFUSALS:
             self._post(message.reply, encode(_REFUSALS[consumption]))
         elif consumption is Consumption.AGAIN:

@@ -255,7 +255,7 @@ class DecodeJob(Job):
         """The engine holds nothing for this request any more. Once."""
         if self._holds_blocks:
             self._holds_blocks = False
-            self.desk.publish(self.desk.ledger.release(self.handoff.ask))
+            self.desk.publish(self.desk.ledger.release(self.handoff.ask, self._clock(), whole=self._generated))
 
     def _send(self, frame: Tokens) -> None:
         if not self._frames_held and not self.holding.kept:

@@ -7,8 +7,10 @@ all of its reply, so a decode never runs out of blocks half way:
                │           ├────► EXPIRED      no handoff, and no repeated ask: the asker died
                └─► dropped └────► RETURNED     the asker does not want it any more
 
-A grant is all or nothing, and is given only while a reserve stays free. Waiting asks are served in order. **An ask is a lease**:
-it is repeated under the same id while it is wanted, and answered with its present state: a lost message costs one period.
+A grant is all or nothing, and is given only while a reserve stays free. **An ask is a lease**: it is repeated under the same id
+while it is wanted, and answered with its present state: a lost message costs one period. Waiting asks are served in order, but
+one that has less time left than a quick reply has taken lately lets those go first that can still be whole: under overload, a
+first-in-first-out queue comes to serve none but requests that die half way.
 
     granted in all = now granted + now consumed + released + expired + returned        at every step
     0 ≤ free ≤ total
@@ -39,6 +41,15 @@ ENDED_REMEMBERED: Final = 1024
 
 RECONCILED_WITH: Final = 20
 """Looks at the books that the engine's word may be old: 2 s at ten a second, longer than any step."""
+
+REPLIES_REMEMBERED: Final = 32
+"""The last whole replies, whose times say how much time one needs."""
+
+REPLIES_MEASURED_MIN: Final = 8
+"""With fewer of them nobody has to let others go first."""
+
+QUICK_RATIO: Final = 0.1
+"""A tenth of the replies are quicker than a quick one. Lengths differ: who might be whole in time should not wait for others."""
 
 ASKS_AT_ONCE_MAX: Final = 2
 """Two choices: a third would only hold blocks that another request could use."""
@@ -76,6 +87,8 @@ class _Entry(msgspec.Struct):
     ask: Ask
     state: GrantState
     heard_s: float
+    until_s: float
+    consumed_s: float = 0.0
 
 
 Verdicts = list[tuple[str, Verdict]]
@@ -83,7 +96,7 @@ Verdicts = list[tuple[str, Verdict]]
 
 
 class Ledger:
-    """The blocks of one decode worker, in one epoch of its life. Times are monotonic seconds, deadlines Unix time.
+    """The blocks of one decode worker, in one epoch of its life. Times are monotonic seconds.
 
     `seats`: sequences that its engine runs at once; None where it has no bound of them.
     """
@@ -105,9 +118,17 @@ class Ledger:
         self.draining = False
         self.disagreements = 0
         self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
+        self._replies_s: deque[float] = deque(maxlen=REPLIES_REMEMBERED)
 
-    def ask(self, ask: Ask, now_s: float) -> Verdicts:
-        """An ask, new or repeated. Answers with its present state, or with a refusal."""
+    @property
+    def quick_s(self) -> float:
+        """From handoff to release, for a reply that is quicker than most. 0 while too few have been measured."""
+        if len(self._replies_s) < REPLIES_MEASURED_MIN:
+            return 0.0
+        return sorted(self._replies_s)[int(len(self._replies_s) * QUICK_RATIO)]
+
+    def ask(self, ask: Ask, now_s: float, left_s: float) -> Verdicts:
+        """An ask, new or repeated. Answers with its present state, or with a refusal. `left_s`: until the request's deadline."""
         entry = self._entries.get(ask.ask)
         if entry is not None:
             # The first words count: a repeat renews an ask, and cannot change what it asks for.
@@ -116,12 +137,12 @@ class Ledger:
         if reason := self._refusal(ask):
             self.totals.refused += 1
             return [self._refused(ask, reason)]
-        entry = _Entry(ask, GrantState.WAITING, now_s)
+        entry = _Entry(ask, GrantState.WAITING, now_s, now_s + left_s)
         self._entries[ask.ask] = self._waiting[ask.ask] = entry
-        granted = self._grant()
+        granted = self._grant(now_s)
         return granted if entry.state is GrantState.GRANTED else [*granted, self._verdict(entry)]
 
-    def give_back(self, ask_id: str) -> Verdicts:
+    def give_back(self, ask_id: str, now_s: float) -> Verdicts:
         """The asker does not want it any more. Unknown or consumed: nothing to give back."""
         entry = self._entries.get(ask_id)
         if entry is None or entry.state is GrantState.CONSUMED:
@@ -129,9 +150,9 @@ class Ledger:
         if entry.state is GrantState.GRANTED:
             self.totals.returned += 1
         self._drop(ask_id)
-        return self._grant()
+        return self._grant(now_s)
 
-    def consume(self, ask_id: str, epoch: str) -> Consumption:
+    def consume(self, ask_id: str, epoch: str, now_s: float) -> Consumption:
         """A handoff names this grant."""
         if epoch != self.epoch:
             return Consumption.OLD_EPOCH
@@ -140,29 +161,31 @@ class Ledger:
             return Consumption.AGAIN
         if entry is None or entry.state is GrantState.WAITING:
             return Consumption.NO_GRANT
-        entry.state = GrantState.CONSUMED
+        entry.state, entry.consumed_s = GrantState.CONSUMED, now_s
         return Consumption.FRESH
 
-    def release(self, ask_id: str) -> Verdicts:
-        """The request that consumed it holds no blocks any more."""
+    def release(self, ask_id: str, now_s: float, *, whole: bool) -> Verdicts:
+        """The request that consumed it holds no blocks any more. `whole`: its reply was generated to its end."""
         entry = self._entries[ask_id]
         assert entry.state is GrantState.CONSUMED, entry
         self.totals.released += 1
+        if whole:
+            self._replies_s.append(now_s - entry.consumed_s)
         self._drop(ask_id)
         self._ended[ask_id] = None
         if len(self._ended) > ENDED_REMEMBERED:
             self._ended.popitem(last=False)
-        return self._grant()
+        return self._grant(now_s)
 
-    def tick(self, now_s: float, unix_s: float) -> Verdicts:
+    def tick(self, now_s: float) -> Verdicts:
         """Let go of what has not been asked for again, and of asks whose deadline has passed; grant what fits now."""
         for ask_id, entry in list(self._entries.items()):
             if entry.state is GrantState.CONSUMED:
                 continue
-            if now_s - entry.heard_s > ASK_SILENT_MAX_S or unix_s > entry.ask.deadline_s:
+            if now_s - entry.heard_s > ASK_SILENT_MAX_S or now_s > entry.until_s:
                 self.totals.expired += entry.state is GrantState.GRANTED
                 self._drop(ask_id)
-        return self._grant()
+        return self._grant(now_s)
 
     def count(self, state: GrantState) -> int:
         """Asks that are in this state now."""
@@ -220,20 +243,26 @@ class Ledger:
             return "too many asks wait"
         return ""
 
-    def _grant(self) -> Verdicts:
-        """Serve the waiting in order, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
+    def _grant(self, now_s: float) -> Verdicts:
+        """Serve the waiting, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
         out: Verdicts = []
-        while self._waiting:
-            entry = next(iter(self._waiting.values()))
-            if self.free - entry.ask.blocks < self.reserve or self._outstanding >= self.grants_max:
+        while self._waiting and self._outstanding < self.grants_max:
+            entry = self._next(now_s)
+            if self.free - entry.ask.blocks < self.reserve:
                 break
-            self._waiting.popitem(last=False)
+            del self._waiting[entry.ask.ask]
             entry.state = GrantState.GRANTED
             self.free -= entry.ask.blocks
             self._outstanding += 1
             self.totals.granted += 1
             out.append(self._verdict(entry))
         return out
+
+    def _next(self, now_s: float) -> _Entry:
+        """The first of the waiting that has the time for a quick reply; where none has, the first of all."""
+        soon_s = now_s + self.quick_s
+        timely = (entry for entry in self._waiting.values() if entry.until_s >= soon_s)
+        return next(timely, None) or next(iter(self._waiting.values()))
 
     def _drop(self, ask_id: str) -> None:
         entry = self._entries.pop(ask_id)

@@ -9,6 +9,8 @@ from pipeline.limits import ASK_SILENT_MAX_S, ASKS_WAITING_MAX, REPEAT_PERIOD_S,
 from pipeline.protocol.credits import (
     ENDED_REMEMBERED,
     RECONCILED_WITH,
+    REPLIES_MEASURED_MIN,
+    REPLIES_REMEMBERED,
     Asking,
     Consumption,
     Grant,
@@ -22,8 +24,8 @@ from pipeline.protocol.messages import Ask, Presence, Return, Verdict
 FAR_S = 1e12
 
 
-def ask(name: str, blocks: int = 10, deadline_s: float = FAR_S) -> Ask:
-    return Ask(ask=name, request="r", claim="c", blocks=blocks, deadline_s=deadline_s, answer_to=f"inbox.{name}")
+def ask(name: str, blocks: int = 10) -> Ask:
+    return Ask(ask=name, request="r", claim="c", blocks=blocks, deadline_s=FAR_S, answer_to=f"inbox.{name}")
 
 
 def ledger(blocks: int = 100) -> Ledger:
@@ -36,7 +38,7 @@ def states(verdicts: Verdicts) -> dict[str, str]:
 
 def test_an_ask_that_fits_is_granted_at_once_and_says_by_whom() -> None:
     book = ledger()
-    [(subject, verdict)] = book.ask(ask("a"), 0.0)
+    [(subject, verdict)] = book.ask(ask("a"), 0.0, FAR_S)
     assert subject == "inbox.a"
     assert (verdict.state, verdict.decode, verdict.epoch) == ("granted", "decode-1", "e1")
     assert book.free == 90
@@ -44,30 +46,32 @@ def test_an_ask_that_fits_is_granted_at_once_and_says_by_whom() -> None:
 
 def test_a_repeated_ask_is_answered_with_its_state_and_takes_nothing_more() -> None:
     book = ledger()
-    book.ask(ask("a"), 0.0)
-    assert states(book.ask(ask("a"), 0.1)) == {"a": "granted"}
-    book.ask(ask("a", 50), 0.1)
+    book.ask(ask("a"), 0.0, FAR_S)
+    assert states(book.ask(ask("a"), 0.1, FAR_S)) == {"a": "granted"}
+    book.ask(ask("a", 50), 0.1, FAR_S)
     assert book.free == 90
     book.check()
 
 
 def test_a_tenth_of_the_blocks_is_never_granted() -> None:
     book = ledger()
-    assert states(book.ask(ask("a", 90), 0.0)) == {"a": "granted"}
-    assert states(book.ask(ask("b", 1), 0.0)) == {"b": "waiting"}
+    assert states(book.ask(ask("a", 90), 0.0, FAR_S)) == {"a": "granted"}
+    assert states(book.ask(ask("b", 1), 0.0, FAR_S)) == {"b": "waiting"}
     assert book.free == book.reserve == 10
 
 
 def test_the_waiting_are_served_in_order_and_all_or_nothing() -> None:
     book = ledger()
-    book.ask(ask("a", 60), 0.0)
-    book.ask(ask("big", 50), 0.0)
-    assert states(book.ask(ask("small", 5), 0.0)) == {"small": "waiting"}, "a small one may not starve the big one"
-    assert states(book.give_back("a")) == {"big": "granted", "small": "granted"}
+    book.ask(ask("a", 60), 0.0, FAR_S)
+    book.ask(ask("big", 50), 0.0, FAR_S)
+    assert states(book.ask(ask("small", 5), 0.0, FAR_S)) == {"small": "waiting"}, (
+        "a small one may not starve the big one"
+    )
+    assert states(book.give_back("a", 0.0)) == {"big": "granted", "small": "granted"}
 
 
 def test_what_can_never_fit_is_refused_for_good() -> None:
-    [(_, verdict)] = ledger().ask(ask("a", 91), 0.0)
+    [(_, verdict)] = ledger().ask(ask("a", 91), 0.0, FAR_S)
     assert verdict.state == "refused"
     assert verdict.never
     assert "90" in verdict.reason
@@ -75,84 +79,84 @@ def test_what_can_never_fit_is_refused_for_good() -> None:
 
 def test_a_full_waiting_list_and_a_draining_worker_refuse_for_now() -> None:
     book = ledger()
-    book.ask(ask("a", 90), 0.0)
+    book.ask(ask("a", 90), 0.0, FAR_S)
     for number in range(ASKS_WAITING_MAX):
-        book.ask(ask(f"w{number}"), 0.0)
-    [(_, verdict)] = book.ask(ask("late"), 0.0)
+        book.ask(ask(f"w{number}"), 0.0, FAR_S)
+    [(_, verdict)] = book.ask(ask("late"), 0.0, FAR_S)
     assert (verdict.state, verdict.never) == ("refused", False)
     book = ledger()
     book.draining = True
-    assert states(book.ask(ask("a"), 0.0)) == {"a": "refused"}
+    assert states(book.ask(ask("a"), 0.0, FAR_S)) == {"a": "refused"}
 
 
 def test_a_grant_is_spent_once_and_a_repeated_handoff_is_recognised() -> None:
     book = ledger()
-    book.ask(ask("a"), 0.0)
-    assert book.consume("a", "e1") is Consumption.FRESH
-    assert book.consume("a", "e1") is Consumption.AGAIN
-    assert book.give_back("a") == [], "what is spent cannot be given back"
-    book.release("a")
-    assert book.consume("a", "e1") is Consumption.AGAIN
+    book.ask(ask("a"), 0.0, FAR_S)
+    assert book.consume("a", "e1", 0.0) is Consumption.FRESH
+    assert book.consume("a", "e1", 0.0) is Consumption.AGAIN
+    assert book.give_back("a", 0.0) == [], "what is spent cannot be given back"
+    book.release("a", 0.0, whole=True)
+    assert book.consume("a", "e1", 0.0) is Consumption.AGAIN
     assert book.free == 100
 
 
 def test_a_handoff_without_a_live_grant_finds_none() -> None:
     book = ledger()
-    assert book.consume("a", "e1") is Consumption.NO_GRANT
-    assert book.consume("a", "e0") is Consumption.OLD_EPOCH
-    book.ask(ask("a", 90), 0.0)
-    book.ask(ask("w"), 0.0)
-    assert book.consume("w", "e1") is Consumption.NO_GRANT
+    assert book.consume("a", "e1", 0.0) is Consumption.NO_GRANT
+    assert book.consume("a", "e0", 0.0) is Consumption.OLD_EPOCH
+    book.ask(ask("a", 90), 0.0, FAR_S)
+    book.ask(ask("w"), 0.0, FAR_S)
+    assert book.consume("w", "e1", 0.0) is Consumption.NO_GRANT
 
 
 def test_only_so_many_ended_grants_are_remembered() -> None:
     book = ledger()
     for number in range(ENDED_REMEMBERED + 1):
-        book.ask(ask(f"{number}", 1), 0.0)
-        book.consume(f"{number}", "e1")
-        book.release(f"{number}")
-    assert book.consume("0", "e1") is Consumption.NO_GRANT
-    assert book.consume("1", "e1") is Consumption.AGAIN
+        book.ask(ask(f"{number}", 1), 0.0, FAR_S)
+        book.consume(f"{number}", "e1", 0.0)
+        book.release(f"{number}", 0.0, whole=True)
+    assert book.consume("0", "e1", 0.0) is Consumption.NO_GRANT
+    assert book.consume("1", "e1", 0.0) is Consumption.AGAIN
 
 
 def test_an_asker_that_falls_silent_loses_its_grant_and_its_place() -> None:
     book = ledger()
-    book.ask(ask("a", 90), 0.0)
-    book.ask(ask("w", 10), 0.0)
-    book.ask(ask("w", 10), 0.5)
-    assert states(book.tick(ASK_SILENT_MAX_S + 0.01, 0.0)) == {"w": "granted"}
+    book.ask(ask("a", 90), 0.0, FAR_S)
+    book.ask(ask("w", 10), 0.0, FAR_S)
+    book.ask(ask("w", 10), 0.5, FAR_S)
+    assert states(book.tick(ASK_SILENT_MAX_S + 0.01)) == {"w": "granted"}
     assert (book.totals.expired, book.free) == (1, 90)
-    book.ask(ask("x", 90), 0.7)
-    book.tick(2.0, 0.0)
+    book.ask(ask("x", 90), 0.7, FAR_S)
+    book.tick(2.0)
     assert book.count(GrantState.WAITING) == 0
     assert book.totals.expired == 2, "an ask that only waited does not count as an expired grant"
 
 
 def test_who_only_waited_can_leave_the_queue() -> None:
     book = ledger()
-    book.ask(ask("a", 90), 0.0)
-    book.ask(ask("w", 90), 0.0)
-    book.ask(ask("x", 5), 0.0)
-    assert book.give_back("w") == []
+    book.ask(ask("a", 90), 0.0, FAR_S)
+    book.ask(ask("w", 90), 0.0, FAR_S)
+    book.ask(ask("x", 5), 0.0, FAR_S)
+    assert book.give_back("w", 0.0) == []
     assert book.totals.returned == 0
-    assert states(book.give_back("a")) == {"x": "granted"}
+    assert states(book.give_back("a", 0.0)) == {"x": "granted"}
 
 
 def test_what_has_been_handed_off_needs_no_more_asking() -> None:
     book = ledger()
-    book.ask(ask("a", deadline_s=100.0), 0.0)
-    book.consume("a", "e1")
-    book.tick(ASK_SILENT_MAX_S * 10, 200.0)
+    book.ask(ask("a"), 0.0, 100.0)
+    book.consume("a", "e1", 0.0)
+    book.tick(200.0)
     assert (book.free, book.totals.expired) == (90, 0)
 
 
 def test_the_books_are_open_and_conserved() -> None:
     book = ledger()
     for name in "abc":
-        book.ask(ask(name), 0.0)
-    book.ask(ask("w", 90), 0.0)
-    book.consume("a", "e1")
-    book.give_back("b")
+        book.ask(ask(name), 0.0, FAR_S)
+    book.ask(ask("w", 90), 0.0, FAR_S)
+    book.consume("a", "e1", 0.0)
+    book.give_back("b", 0.0)
     said = book.account(engine_blocks=7, preemptions=0)
     assert (said.blocks, said.free, said.waiting) == (100, 80, 1)
     assert (said.granted_now, said.granted_blocks, said.consumed_now, said.consumed_blocks) == (1, 10, 1, 10)
@@ -161,8 +165,8 @@ def test_the_books_are_open_and_conserved() -> None:
 
 def test_an_engine_that_uses_more_than_was_handed_over_is_noticed() -> None:
     book = ledger()
-    book.ask(ask("a"), 0.0)
-    book.consume("a", "e1")
+    book.ask(ask("a"), 0.0, FAR_S)
+    book.consume("a", "e1", 0.0)
     assert book.reconcile(10)
     assert not book.reconcile(11)
     assert book.disagreements == 1
@@ -170,26 +174,64 @@ def test_an_engine_that_uses_more_than_was_handed_over_is_noticed() -> None:
 
 def test_an_engine_whose_word_is_a_step_old_is_not_blamed() -> None:
     book = ledger()
-    book.ask(ask("a"), 0.0)
-    book.consume("a", "e1")
+    book.ask(ask("a"), 0.0, FAR_S)
+    book.consume("a", "e1", 0.0)
     assert book.reconcile(10)
-    book.release("a")
+    book.release("a", 0.0, whole=True)
     assert book.reconcile(10)
     assert not all(book.reconcile(10) for _ in range(RECONCILED_WITH))
 
 
 def test_an_ask_past_its_deadline_is_dropped() -> None:
     book = ledger()
-    book.ask(ask("a", deadline_s=100.0), 0.0)
-    book.tick(0.1, 101.0)
+    book.ask(ask("a"), 0.0, 100.0)
+    book.tick(100.1)
     assert book.free == 100
 
 
 def test_no_more_is_granted_than_the_engine_has_seats_for_and_a_few_on_their_way() -> None:
     book = Ledger("decode-1", "e1", 100, seats=4)
-    assert [states(book.ask(ask(name, 1), 0.0))[name] for name in "abcdef"] == ["granted"] * 5 + ["waiting"]
-    assert states(book.give_back("a")) == {"f": "granted"}
+    assert [states(book.ask(ask(name, 1), 0.0, FAR_S))[name] for name in "abcdef"] == ["granted"] * 5 + ["waiting"]
+    assert states(book.give_back("a", 0.0)) == {"f": "granted"}
     book.check()
+
+
+def experienced(reply_s: float) -> Ledger:
+    """One seat's ledger whose last replies have taken this long, and whose seat is taken."""
+    book = Ledger("decode-1", "e1", 100, seats=1)
+    for number in range(REPLIES_MEASURED_MIN):
+        book.ask(ask(f"{number}"), 0.0, FAR_S)
+        book.consume(f"{number}", "e1", 0.0)
+        book.release(f"{number}", reply_s, whole=True)
+    book.ask(ask("on its way"), 0.0, FAR_S)
+    book.ask(ask("running"), 0.0, FAR_S)
+    return book
+
+
+def test_one_that_cannot_be_whole_in_time_lets_others_go_first() -> None:
+    book = experienced(reply_s=2.0)
+    book.ask(ask("doomed"), 10.0, 2.9)
+    book.ask(ask("timely"), 10.0, 3.1)
+    assert states(book.give_back("running", 11.0)) == {"timely": "granted"}
+    assert states(book.give_back("on its way", 11.0)) == {"doomed": "granted"}, "nobody else waits"
+
+
+def test_where_all_are_late_they_are_served_in_order() -> None:
+    book = experienced(reply_s=2.0)
+    book.ask(ask("first"), 10.0, 1.5)
+    book.ask(ask("second"), 10.0, 1.9)
+    assert states(book.give_back("running", 10.0)) == {"first": "granted"}
+
+
+def test_how_long_a_reply_takes_is_measured_by_whole_ones_and_not_by_few() -> None:
+    book = ledger()
+    assert book.quick_s == 0.0
+    for number in range(2 * REPLIES_REMEMBERED):
+        book.ask(ask(f"{number}"), 0.0, FAR_S)
+        book.consume(f"{number}", "e1", 0.0)
+        book.release(f"{number}", float(number), whole=number % 2 == 1)
+        assert (book.quick_s > 0) == (number // 2 >= REPLIES_MEASURED_MIN - (number % 2))
+    assert book.quick_s == 7.0, "of 1, 3, … 63 a tenth are quicker"
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -203,30 +245,30 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.consumed: set[str] = set()
 
-    @rule(name=names, blocks=st.integers(1, 40))
-    def asks(self, name: str, blocks: int) -> None:
-        if self.book.consume(name, "other") is Consumption.OLD_EPOCH and name not in self.consumed:
-            self.book.ask(ask(name, blocks), self.now_s)
+    @rule(name=names, blocks=st.integers(1, 40), left_s=st.floats(0.0, 5.0))
+    def asks(self, name: str, blocks: int, left_s: float) -> None:
+        if self.book.consume(name, "other", 0.0) is Consumption.OLD_EPOCH and name not in self.consumed:
+            self.book.ask(ask(name, blocks), self.now_s, left_s)
 
     @rule(name=names)
     def gives_back(self, name: str) -> None:
-        self.book.give_back(name)
+        self.book.give_back(name, self.now_s)
 
     @rule(name=names)
     def hands_off(self, name: str) -> None:
-        if self.book.consume(name, "e1") is Consumption.FRESH:
+        if self.book.consume(name, "e1", self.now_s) is Consumption.FRESH:
             assert name not in self.consumed, "spent twice"
             self.consumed.add(name)
 
     @rule(name=names)
     def finishes(self, name: str) -> None:
         if name in self.consumed and self.book._entries.get(name):
-            self.book.release(name)
+            self.book.release(name, self.now_s, whole=True)
 
     @rule(passed_s=st.floats(0.0, 1.0))
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
-        self.book.tick(self.now_s, self.now_s)
+        self.book.tick(self.now_s)
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -234,8 +276,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_what_is_free(self) -> None:
-        waiting = [entry.ask.blocks for entry in self.book._waiting.values()]
-        assert not waiting or self.book.free - waiting[0] < self.book.reserve
+        if self.book._waiting:
+            assert self.book.free - self.book._next(self.now_s).ask.blocks < self.book.reserve
 
 
 TestLedger = LedgerMachine.TestCase

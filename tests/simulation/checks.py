@@ -187,8 +187,8 @@ class Checks(Watch):
     def _look_into(self, ledger: Ledger) -> None:
         consume = ledger.consume
 
-        def checked_consume(ask_id: str, epoch: str) -> Consumption:
-            found = consume(ask_id, epoch)
+        def checked_consume(ask_id: str, epoch: str, now_s: float) -> Consumption:
+            found = consume(ask_id, epoch, now_s)
             if found is Consumption.FRESH:
                 if (ledger.epoch, ask_id) in self._spent:
                     self.wrong(f"grant {ask_id} was spent twice at {ledger.decode}")
@@ -201,8 +201,8 @@ class Checks(Watch):
             setattr(ledger, name, self._checked(ledger, getattr(ledger, name)))
 
     def _checked(self, ledger: Ledger, method: Callable[..., Any]) -> Callable[..., Any]:
-        def checked(*args: Any) -> Any:
-            result = method(*args)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
             self._balance(ledger)
             return result
 

@@ -64,9 +64,8 @@ def ack_before_whole() -> Iterator[None]:
 def grant_never_expires() -> Iterator[None]:
     """A ledger keeps blocks for an asker that has died."""
 
-    def tick(self: Ledger, now_s: float, unix_s: float) -> Verdicts:
-        del now_s, unix_s
-        return self._grant()
+    def tick(self: Ledger, now_s: float) -> Verdicts:
+        return self._grant(now_s)
 
     with patch.object(Ledger, "tick", tick):
         yield

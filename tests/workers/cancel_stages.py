@@ -259,8 +259,8 @@ async def _waiting_for_credit(at: Stand, caller: Caller) -> AsyncIterator[None]:
         ask=f"before-{caller.request}", request="another", claim="another", answer_to="nobody",
         blocks=book.blocks - book.reserve, deadline_s=time.time() + WITHIN_S,
     )  # fmt: skip
-    book.ask(all_of_it, at.decode.clock())
-    book.consume(all_of_it.ask, book.epoch)
+    book.ask(all_of_it, at.decode.clock(), WITHIN_S)
+    book.consume(all_of_it.ask, book.epoch, at.decode.clock())
     at.others_blocks = all_of_it.blocks
     try:
         await at.publish(caller)
@@ -268,7 +268,7 @@ async def _waiting_for_credit(at: Stand, caller: Caller) -> AsyncIterator[None]:
         await until(lambda: book.count(GrantState.WAITING) == 1 and at.progress == stored)
         yield
     finally:
-        book.release(all_of_it.ask)
+        book.release(all_of_it.ask, at.decode.clock(), whole=False)
         at.others_blocks = 0
 
 
