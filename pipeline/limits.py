@@ -57,10 +57,7 @@ STARTS_TIMEOUT_S: Final = 1.0
 SURPLUS_HOLD_S: Final = 0.02
 """A message delivered beyond the free slots waits this long for one before it is given back."""
 
-SURPLUS_PAUSE_S: Final = 0.1
-"""A shard of which a message was given back is not topped up for this long, so that backlog alone costs no deliveries."""
-
-BACKLOG_UNSERVED_S: Final = 0.05
+BACKLOG_UNSERVED_S: Final = 0.02
 """A pull on a shard with backlog is served within a round trip. One that is not, after this long, shows that others took it."""
 
 SPILL_LOAD: Final = 0.85

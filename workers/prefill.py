@@ -184,15 +184,20 @@ class PrefillWorker:
 
     def _delivered(self, delivery: Delivery) -> None:
         """A message has come. Its pull is replaced before anything else is done with it."""
-        backlog = subjects.parse_ack(delivery.ack).pending
-        key = outside.token(8)  # not its ack subject: a restarted broker delivers again under the same one
-        has_slot = self.slots.delivered(key, delivery.shard, backlog, self.clock())
+        message = subjects.parse_ack(delivery.ack)
+        key, again = (
+            outside.token(8),
+            message.delivered > 1,
+        )  # a restarted broker delivers again under the same ack subject
+        has_slot = self.slots.delivered(key, delivery.shard, message.pending, self.clock(), again=again)
         self._offer()
         if has_slot:
             self._start(delivery)
-        else:
-            metrics.DELIVERIES.labels(kind="surplus").inc()
-            self._held[key] = delivery
+            return
+        metrics.DELIVERIES.labels(kind="surplus").inc()
+        self._held[key] = delivery
+        if again:
+            self._tasks.start_soon(self._return_surplus)
 
     def _pull_ended(self, shard: Shard, count: int) -> None:
         self.slots.ended(shard, count)

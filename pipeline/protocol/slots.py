@@ -5,8 +5,8 @@ A standing pull is an open hand: the broker puts the next message of that shard 
 * A pull is offered in the very moment that a delivery has used one up. A loop that refills later misroutes 13 % of messages.
 * A shard without backlog gets open hands even when there are more such shards than free slots: nothing is waiting there. Should
   more arrive than there are slots, the surplus is held for `SURPLUS_HOLD_S`, in case a slot frees. Else it is given back, and
-  its shard left alone for `SURPLUS_PAUSE_S`. (A pause for all surplus, also where a slot was found, let a hot shard wait for
-  100 ms beside free slots.)
+  its shard is one with backlog. (To leave it alone for a while bounced no fewer messages, and let them wait beside free slots.)
+  What comes again is given back at once: it has waited, and the hands of a full worker are the first that it meets.
 * Shards with backlog share exactly the free slots, mostly own ones first, in turn: backlog alone must cost no deliveries. What we
   know of a backlog is old, since others work on it too: where a pull is not served at once, nothing is waiting, and its slot is
   free for others.
@@ -18,8 +18,8 @@ A standing pull is an open hand: the broker puts the next message of that shard 
 Every delivery asks which pulls to add, over hundreds of shards. So a lane, which is what we know of one shard, lies where its
 state puts it, and only lanes that lack a pull are ever looked at:
 
-    paused ── time ──► idle[n], n good hands stand there ◄── ended, unserved ── backlog, in turn
-                       low, only hands at a last priority ──── delivered with backlog ──►
+    idle[n], n good hands stand there ◄── ended, unserved ── backlog, in turn
+    low, only hands at a last priority ──── delivered with backlog ──►
 """
 
 import heapq
@@ -29,7 +29,7 @@ from typing import Final
 
 import msgspec
 
-from pipeline.limits import BACKLOG_UNSERVED_S, PULL_RANK_MAX, SURPLUS_HOLD_S, SURPLUS_PAUSE_S
+from pipeline.limits import BACKLOG_UNSERVED_S, PULL_RANK_MAX, SURPLUS_HOLD_S
 from pipeline.protocol import placement
 from pipeline.protocol.subjects import CLASSES, Shard
 
@@ -63,7 +63,7 @@ class _Lane:
     """What we know of one shard. `asked_s`: when a pull was last added here for a backlog, or served."""
 
     __slots__ = (
-        "asked_s", "backlog", "key", "low", "outstanding", "paused_until_s", "place", "rank", "shard", "watched",
+        "asked_s", "backlog", "key", "low", "outstanding", "place", "rank", "shard", "watched",
     )  # fmt: skip
 
     def __init__(self, shard: Shard, rank: int) -> None:
@@ -74,7 +74,6 @@ class _Lane:
         self.low = 0
         """Of those, how many stand at a last priority: as good as none once the worker spills no more."""
         self.backlog = 0
-        self.paused_until_s = float("-inf")
         self.asked_s = float("-inf")
         self.place: dict[Shard, _Lane] | None = None
         self.watched = False
@@ -90,7 +89,7 @@ class _Lanes:
         self.pulls = 0
 
     def lay(self, lane: _Lane) -> None:
-        """Put a lane that is not paused where it belongs: nowhere, where it has all the hands that it may ever have."""
+        """Put a lane where it belongs: nowhere, where it has all the hands that it may ever have."""
         good = lane.outstanding - lane.low
         if lane.backlog:
             self.pulls += lane.outstanding
@@ -163,11 +162,14 @@ class Slots:
                 continue
             self._lift(lane)
             lane.rank, lane.key = rank, (lane.key[0], rank, shard.number)
-            self._lay(lane, now_s)
+            self._lay(lane)
         return self.offers(now_s)
 
-    def delivered(self, key: Hashable, shard: Shard, backlog: int, now_s: float) -> bool:
-        """A message has come, with `backlog` more behind it. True: it has a slot. False: it is held as surplus."""
+    def delivered(self, key: Hashable, shard: Shard, backlog: int, now_s: float, *, again: bool = False) -> bool:
+        """A message has come, with `backlog` more behind it. True: it has a slot. False: it is surplus.
+
+        `again`: it was delivered before, and here or elsewhere found no slot.
+        """
         lane = self._lanes[shard]
         self._lift(lane)
         if lane.outstanding:
@@ -180,8 +182,8 @@ class Slots:
         if has_slot:
             self.busy += 1
         else:
-            self._held[key] = (shard, now_s + SURPLUS_HOLD_S)
-        self._lay(lane, now_s)
+            self._held[key] = (shard, now_s if again else now_s + SURPLUS_HOLD_S)
+        self._lay(lane)
         return has_slot
 
     def ended(self, shard: Shard, count: int) -> None:
@@ -193,7 +195,7 @@ class Slots:
         self.outstanding -= count
         lane.low = max(0, lane.low - count)
         lane.backlog = 0
-        self._lay(lane, float("-inf"))  # a pause goes on, by no clock
+        self._lay(lane)
 
     def finished(self) -> Hashable | None:
         """A request has left its slot. Returns the key of the surplus delivery that takes it, the oldest, if any is held."""
@@ -208,18 +210,13 @@ class Slots:
 
     def surplus(self, now_s: float) -> list[Hashable]:
         """Held deliveries whose time is up: to be given back."""
-        late: list[Hashable] = []
-        for key, (shard, until_s) in self._held.items():
-            if self.open and now_s < until_s:
-                break  # the later ones have longer
-            late.append(key)
+        late = [key for key, (_, until_s) in self._held.items() if now_s >= until_s or not self.open]
+        for key in late:
+            shard, _ = self._held.pop(key)
             lane = self._lanes[shard]
             self._lift(lane)
             lane.backlog += 1
-            lane.paused_until_s = now_s + SURPLUS_PAUSE_S
-            self._lay(lane, now_s)
-        for key in late:
-            del self._held[key]
+            self._lay(lane)
         return late
 
     def close(self) -> None:
@@ -240,7 +237,7 @@ class Slots:
         lacking = [*self._own.lacking(hands, self.spilling), *self._others.lacking(1, self.spilling)]
         if len(lacking) > 1:
             lacking.sort(key=lambda lane: lane.key)
-        return [self._pull(lane, hands if lane.rank == 0 else 1, now_s) for lane in lacking]
+        return [self._pull(lane, hands if lane.rank == 0 else 1) for lane in lacking]
 
     def _share(self, now_s: float) -> list[Offer]:
         """One pull each in turn, until every free slot has one."""
@@ -251,11 +248,11 @@ class Slots:
             turn = [lane for lane, _ in zip(lanes.backlog.values(), range(left - len(offers)), strict=False)]
             for lane in turn:
                 lane.asked_s = now_s
-                offers.append(self._pull(lane, lane.outstanding - lane.low + 1, now_s))
+                offers.append(self._pull(lane, lane.outstanding - lane.low + 1))
         self._shared += len(offers)
         return offers
 
-    def _pull(self, lane: _Lane, hands: int, now_s: float) -> Offer:
+    def _pull(self, lane: _Lane, hands: int) -> Offer:
         """Bring the good hands of a lane up to `hands`. Laid down again, it is the last in its turn."""
         batch = hands - lane.outstanding + lane.low
         self._lift(lane)
@@ -264,7 +261,7 @@ class Slots:
         priority = self._priority(lane.rank)
         if self.spilling:
             lane.low += batch
-        self._lay(lane, now_s)
+        self._lay(lane)
         return Offer(lane.shard, batch, priority)
 
     def _priority(self, rank: int) -> int:
@@ -283,11 +280,7 @@ class Slots:
     def _lift(self, lane: _Lane) -> None:
         (self._others if lane.rank else self._own).lift(lane)
 
-    def _lay(self, lane: _Lane, now_s: float) -> None:
-        if lane.paused_until_s > now_s:
-            self._watch(lane, lane.paused_until_s)
-            return
-        lane.paused_until_s = float("-inf")
+    def _lay(self, lane: _Lane) -> None:
         (self._others if lane.rank else self._own).lay(lane)
         if lane.backlog and lane.outstanding:
             self._watch(lane, lane.asked_s + BACKLOG_UNSERVED_S)
@@ -298,11 +291,11 @@ class Slots:
             heapq.heappush(self._watched, (at_s, lane.key, lane.shard))
 
     def _wake(self, now_s: float) -> None:
-        """Pauses end. A pull on a backlog that nobody has served shows that the backlog is gone."""
+        """A pull on a backlog that nobody has served shows that the backlog is gone."""
         while self._watched and self._watched[0][0] <= now_s:
             lane = self._lanes[heapq.heappop(self._watched)[2]]
             lane.watched = False
             self._lift(lane)
             if lane.outstanding and lane.asked_s + BACKLOG_UNSERVED_S <= now_s:
                 lane.backlog = 0
-            self._lay(lane, now_s)
+            self._lay(lane)
