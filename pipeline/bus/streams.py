@@ -35,7 +35,7 @@ _API_TIMEOUT_S: Final = 5.0
 _NOT_FOUND: Final = frozenset({10059, 10014})
 """The server's numbers for a stream and a consumer that are not there."""
 
-_FIXED: Final[Mapping[str, frozenset[str]]] = {
+FIXED: Final[Mapping[str, frozenset[str]]] = {
     "stream": frozenset({"storage", "retention"}),
     "consumer": frozenset(
         {
@@ -205,7 +205,7 @@ def _fields(want: Config, have: Config, place: str = "") -> Iterator[tuple[str, 
 
 
 def _keeps(item: Item, field: str, now: Any, want: Any) -> bool:
-    if field in _FIXED[item.kind]:
+    if field in FIXED[item.kind]:
         return True
     if field != "subject_transform.dest":
         return False
