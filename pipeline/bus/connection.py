@@ -182,6 +182,17 @@ class Bus:
         except TimeoutError:
             raise Unanswered(f"NATS did not answer a PING within {timeout_s:g} s.") from None
 
+    @property
+    def server_version(self) -> str:
+        """Of the nats-server that we are connected to."""
+        version = self.client.connected_server_version
+        return f"{version.major}.{version.minor}.{version.patch}"
+
+    @property
+    def server_max_payload(self) -> int:
+        """Bytes of the largest message that it takes."""
+        return self.client.max_payload
+
     def on_disconnect(self, callback: Callback) -> Callback:
         """Have `callback` called when the connection is lost; the result takes it back."""
         self._lost.append(callback)

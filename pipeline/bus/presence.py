@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from pipeline import outside
 from pipeline.bus.background import Background, handler_failed
 from pipeline.bus.connection import Bus, Message, Subscription
 from pipeline.bus.errors import Disconnected
@@ -45,7 +46,7 @@ class Announcer:
     def now(self) -> None:
         """Say it at once. Without a connection, nothing is said."""
         try:
-            presence = self._make()
+            presence = msgspec.structs.replace(self._make(), unix_s=outside.unix_s())
             self._bus.post(subjects.presence(presence.role, presence.id), encode(presence))
         except Disconnected:
             return

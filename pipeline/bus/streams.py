@@ -95,7 +95,7 @@ def declared(folder: Path) -> Declared:
 def shards_of(declaration: Declared, klass: str) -> int:
     """The number of shards of a class. Raises `OperatorError` where its stream is not declared or has no partitions."""
     name = f"REQUESTS_{klass}"
-    return _partitions(name, declaration.stream(name))
+    return partitions(name, declaration.stream(name))
 
 
 def max_age_s(declaration: Declared, klass: str) -> float:
@@ -149,7 +149,7 @@ def _consumers(path: Path, config: Config, streams: Mapping[str, Config]) -> Ite
     _named(path, config, "s0")
     if _SHARD_0 not in config.get("filter_subject", ""):
         raise OperatorError(f"{path} has no filter_subject for shard 0.", "Set it to requests.shard.0.<class>.>.")
-    for number in range(_partitions(stream, streams[stream])):
+    for number in range(partitions(stream, streams[stream])):
         yield Item("consumer", stream, f"s{number}", _shard(config, number))
 
 
@@ -160,7 +160,8 @@ def _shard(config: Config, number: int) -> Config:
     return {**config, **names, "description": about, "filter_subject": filter_subject}
 
 
-def _partitions(name: str, config: Config) -> int:
+def partitions(name: str, config: Config) -> int:
+    """Shards of a stream, by its transform. Raises `OperatorError` where it has none."""
     found = _PARTITION.search(str(config.get("subject_transform", {}).get("dest", "")))
     if found is None or int(found[1]) < 1:
         raise OperatorError(

@@ -72,11 +72,12 @@ async def audit(bus: "Bus", presences: "Presences") -> "dict[str, Account | None
         raise OperatorError(
             "No decode worker says that it lives.", "Start one with `headrace worker decode`, or correct nats.url."
         )
-    accounts = await asyncio.gather(*(_account(bus, worker) for worker in workers))
+    accounts = await asyncio.gather(*(account_of(bus, worker) for worker in workers))
     return dict(zip(workers, accounts, strict=True))
 
 
-async def _account(bus: "Bus", worker: str) -> "Account | None":
+async def account_of(bus: "Bus", worker: str) -> "Account | None":
+    """The account of one decode worker; None where it does not answer."""
     from pipeline.bus.errors import BusError
     from pipeline.protocol import subjects
     from pipeline.protocol.messages import Audit, account_decoder, encode

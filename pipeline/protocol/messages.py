@@ -351,6 +351,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     warm_number: int = 0
     """Its last change of them, and below, all of their hashes, XORed: whose view differs asks for all."""
     warm_digest: int = 0
+    unix_s: float = 0.0
+    """When this was said, by the clock of who says it: a wrong one shows (`headrace doctor`)."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Final, TextIO
+from typing import Any, Final, TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
@@ -53,6 +53,19 @@ def get(part: str) -> FilteringBoundLogger:
     logger: FilteringBoundLogger = structlog.get_logger(part=part)
     return logger
 
+
+class _Stderr:
+    """Whatever is the standard error when something is written."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+structlog.configure(logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", _Stderr())))
+"""Commands configure nothing, and what they print is for whoever reads their standard output: logs do not go there."""
 
 _SHARED: Final[tuple[Processor, ...]] = (
     structlog.contextvars.merge_contextvars,
