@@ -30,8 +30,8 @@ RESERVE_RATIO: Final = 0.10
 """Share of a decode worker's blocks never granted: the source article's threshold for not dispatching."""
 
 GRANTS_PER_SEAT: Final = 1.25
-"""Grants that a decode worker gives beyond the sequences its engine runs at once: what is still being prefilled for it
-holds no seat yet. More would queue inside the engine, where nobody sees it, instead of in REQUESTS."""
+"""Sequences that a decode worker grants for each that its engine runs at once: what is still being prefilled for it holds no
+seat yet. More would queue inside the engine, where nobody sees it, instead of in REQUESTS."""
 
 PRESENCE_PERIOD_S: Final = 0.2
 """Every process says this often that it lives, and how it is."""

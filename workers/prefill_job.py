@@ -23,9 +23,9 @@ from pipeline.limits import (
     SECOND_ASK_AFTER_S,
 )
 from pipeline.protocol import dead_letters, intake, subjects
+from pipeline.protocol.asking import Asking, Grant, Send
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
 from pipeline.protocol.conversations import wait_s
-from pipeline.protocol.credits import Asking, Grant, Send
 from pipeline.protocol.intake import Intake, Rules
 from pipeline.protocol.messages import (
     Ask,
@@ -274,12 +274,14 @@ class PrefillJob(Job):
         """Ask until there is a grant, and keep asking, so that it is kept, until it has been handed off."""
         if self.asking is not None:
             return  # the first search goes on, and has seen that its grant is lost
+        sequences = self.intake.chat.n or 1
         self.asking = Asking(
             self.address.request,
             self.holding.claim,
-            blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size, self.intake.chat.n or 1),
+            blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size, sequences),
             self.intake.deadline_s,
             self.desk.verdicts_at,
+            sequences,
         )
         asked_s, had = self._clock(), False
         while True:

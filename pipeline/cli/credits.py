@@ -28,11 +28,11 @@ ANSWER_S: Final = 1.0
 WATCH_PERIOD_S: Final = 1.0
 
 HEAD: Final = (
-    "DECODE", "TOTAL", "FREE", "RESERVE", "GRANTED", "CONSUMED", "WAITING", "ENGINE", "PREEMPTED", "BOOKS",
+    "DECODE", "TOTAL", "FREE", "RESERVE", "GRANTED", "CONSUMED", "WAITING", "SEATS", "ENGINE", "PREEMPTED", "BOOKS",
 )  # fmt: skip
 
 LEGEND: Final = (
-    "Blocks; in GRANTED and CONSUMED the requests before them. "
+    "Blocks; in GRANTED and CONSUMED the requests before them. SEATS: sequences promised, and how many may be. "
     "BOOKS: granted = released + returned + expired + outstanding, since the worker began."
 )
 
@@ -104,6 +104,8 @@ def problems(account: "Account") -> list[str]:
         found.append(f"free {account.free} + held {held} ≠ {account.blocks} blocks")
     if not 0 <= account.free <= account.blocks:
         found.append(f"free {account.free} is not within 0 and {account.blocks}")
+    if account.seats_max is not None and account.seats > account.seats_max:
+        found.append(f"{account.seats} seats are promised, of {account.seats_max}")
     if account.preemptions:
         found.append(f"the engine has preempted {account.preemptions} times")
     return found
@@ -139,6 +141,7 @@ def _row(worker: str, account: "Account | None") -> Sequence[str | int]:
         f"{account.granted_now}: {account.granted_blocks}",
         f"{account.consumed_now}: {account.consumed_blocks}",
         account.waiting,
+        f"{account.seats}/{account.seats_max or '∞'}",
         account.engine_blocks,
         account.preemptions,
         f"✗ {'; '.join(wrong)}" if wrong else f"✓ {sum_up}",

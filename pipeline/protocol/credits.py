@@ -1,4 +1,4 @@
-"""Block credits: what a decode worker promises, and how a prefill worker asks for it.
+"""Block credits: what a decode worker promises.
 
 The unit is the KV block. A decode worker owns its **ledger**; nobody else writes it. One request's grant covers its prompt and
 all of its reply, so a decode never runs out of blocks half way:
@@ -7,20 +7,22 @@ all of its reply, so a decode never runs out of blocks half way:
                │           ├────► EXPIRED      no handoff, and no repeated ask: the asker died
                └─► dropped └────► RETURNED     the asker does not want it any more
 
-A grant is all or nothing, and is given only while a reserve stays free. **An ask is a lease**: it is repeated under the same id
-while it is wanted, and answered with its present state: a lost message costs one period. Waiting asks are served in order, but
-one that has less time left than a quick reply has taken lately lets those go first that can still be whole: under overload, a
-first-in-first-out queue comes to serve none but requests that die half way.
+A grant is all or nothing, and is given only while a reserve stays free and the engine has seats: a request takes one for each
+sequence that it will be there, and one that takes more than there are waits until it has the engine to itself.
+
+**An ask is a lease**: it is repeated under the same id while it is wanted, and answered with its present state: a lost message
+costs one period. Waiting asks are served in order, but one that has less time left than a quick reply has taken lately lets
+those go first that can still be whole: under overload, a first-in-first-out queue comes to serve none but requests that die
+half way.
 
     granted in all = now granted + now consumed + released + expired + returned        at every step
-    0 ≤ free ≤ total
+    0 ≤ free ≤ total        seats taken ≤ seats that may be
 
-`Asking` is the other half: which decode workers to ask for one request, when to try a second one, and what to give back.
+The asker's half is `asking.py`.
 """
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Final, Literal
 
@@ -30,11 +32,9 @@ from pipeline.limits import (
     ASK_SILENT_MAX_S,
     ASKS_WAITING_MAX,
     GRANTS_PER_SEAT,
-    REPEAT_PERIOD_S,
     RESERVE_RATIO,
-    SECOND_ASK_AFTER_S,
 )
-from pipeline.protocol.messages import Account, Ask, Presence, Return, Verdict
+from pipeline.protocol.messages import Account, Ask, Verdict
 
 ENDED_REMEMBERED: Final = 1024
 """Consumed grants remembered after their release, so that a late repeat of the handoff is not taken for a new one."""
@@ -50,9 +50,6 @@ REPLIES_MEASURED_MIN: Final = 8
 
 QUICK_RATIO: Final = 0.1
 """A tenth of the replies are quicker than a quick one. Lengths differ: who might be whole in time should not wait for others."""
-
-ASKS_AT_ONCE_MAX: Final = 2
-"""Two choices: a third would only hold blocks that another request could use."""
 
 
 class GrantState(Enum):
@@ -109,9 +106,9 @@ class Ledger:
         self.blocks = blocks
         self.reserve = math.ceil(blocks * reserve_ratio)
         self.free = blocks
-        self.grants_max = math.inf if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
+        self.seats_max = None if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
+        self.seats = 0
         self.totals = Totals()
-        self._outstanding = 0
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()
@@ -211,6 +208,8 @@ class Ledger:
             engine_blocks=engine_blocks,
             preemptions=preemptions,
             disagreements=self.disagreements,
+            seats=self.seats,
+            seats_max=self.seats_max,
             **msgspec.structs.asdict(self.totals),
         )
 
@@ -229,7 +228,9 @@ class Ledger:
         totals, held = self.totals, self.blocks_in(GrantState.GRANTED) + self.blocks_in(GrantState.CONSUMED)
         outstanding = self.count(GrantState.GRANTED) + self.count(GrantState.CONSUMED)
         assert totals.granted == totals.released + totals.expired + totals.returned + outstanding, self.totals
-        assert outstanding == self._outstanding <= self.grants_max, outstanding
+        taken = sum(self._seats(entry.ask) for entry in self._entries.values() if entry.state is not GrantState.WAITING)
+        assert self.seats == taken, (self.seats, taken)
+        assert self.seats_max is None or taken <= self.seats_max, taken
         assert 0 <= self.free <= self.blocks, self.free
         assert self.free + held == self.blocks, (self.free, held, self.blocks)
         assert self.count(GrantState.WAITING) == len(self._waiting) <= ASKS_WAITING_MAX
@@ -246,17 +247,26 @@ class Ledger:
     def _grant(self, now_s: float) -> Verdicts:
         """Serve the waiting, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
         out: Verdicts = []
-        while self._waiting and self._outstanding < self.grants_max:
+        while self._waiting:
             entry = self._next(now_s)
-            if self.free - entry.ask.blocks < self.reserve:
+            if not self._fits(entry.ask):
                 break
             del self._waiting[entry.ask.ask]
             entry.state = GrantState.GRANTED
             self.free -= entry.ask.blocks
-            self._outstanding += 1
+            self.seats += self._seats(entry.ask)
             self.totals.granted += 1
             out.append(self._verdict(entry))
         return out
+
+    def _fits(self, ask: Ask) -> bool:
+        if self.seats_max is not None and self.seats + self._seats(ask) > self.seats_max:
+            return False
+        return self.free - ask.blocks >= self.reserve
+
+    def _seats(self, ask: Ask) -> int:
+        """What it takes of them. All that there are, where it is more sequences: it runs alone, some after the others."""
+        return ask.seats if self.seats_max is None else min(ask.seats, self.seats_max)
 
     def _next(self, now_s: float) -> _Entry:
         """The first of the waiting that has the time for a quick reply; where none has, the first of all."""
@@ -270,7 +280,7 @@ class Ledger:
             del self._waiting[ask_id]
         else:
             self.free += entry.ask.blocks
-            self._outstanding -= 1
+            self.seats -= self._seats(entry.ask)
 
     def _verdict(self, entry: _Entry) -> tuple[str, Verdict]:
         state: Literal["waiting", "granted"] = "waiting" if entry.state is GrantState.WAITING else "granted"
@@ -291,172 +301,3 @@ class Ledger:
             never=never,
         )
         return ask.answer_to, verdict
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The asker's half
-
-
-class Grant(msgspec.Struct, frozen=True):
-    """What an asker holds: the ask's id, and who granted it in which epoch."""
-
-    ask: str
-    decode: str
-    epoch: str
-
-
-class Send(msgspec.Struct, frozen=True):
-    """To be published on `credit.<decode>`."""
-
-    decode: str
-    message: Ask | Return
-
-
-class _Asked(msgspec.Struct):
-    decode: str
-    first_s: float
-    sent_s: float
-
-
-class Asking:
-    """One request's search for a grant. `grant` is set when it has one; `impossible` says why none can ever come.
-
-    `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
-    """
-
-    def __init__(self, request: str, claim: str, blocks: int, deadline_s: float, answer_to: str) -> None:
-        self.request = request
-        self.claim = claim
-        self.blocks = blocks
-        self.deadline_s = deadline_s
-        self.answer_to = answer_to
-        self.grant: Grant | None = None
-        self.impossible: str | None = None
-        self._asked: dict[str, _Asked] = {}
-        self._never: dict[str, str] = {}
-        self._silent: set[str] = set()
-        self._count = 0
-        self._last_s = float("-inf")
-        self._over = False
-
-    def tick(self, now_s: float, live: Sequence[Presence], rolls: tuple[float, float]) -> list[Send]:
-        """Repeat what is due, forget the dead, and ask one more worker where that helps."""
-        self._forget_dead({presence.id for presence in live})
-        sends = [
-            self._send(ask_id, now_s)
-            for ask_id, asked in self._asked.items()
-            if now_s - asked.sent_s >= REPEAT_PERIOD_S
-        ]
-        if self._wants_another(now_s) and (choice := self._choose(now_s, live, rolls)):
-            sends.append(self._ask(choice, now_s))
-        elif live and not self._asked and len(self._never) >= len(live):
-            self.impossible = next(iter(self._never.values()))
-        return sends
-
-    def verdict(self, verdict: Verdict) -> list[Send]:
-        """A decode worker has answered. Returns what to give back."""
-        asked = self._asked.get(verdict.ask)
-        if asked is None:
-            return [Send(verdict.decode, Return(ask=verdict.ask))] if verdict.state != "refused" else []
-        if verdict.state == "refused":
-            del self._asked[verdict.ask]
-            if verdict.never:
-                self._never[verdict.decode] = verdict.reason
-            return []
-        if verdict.state == "waiting":
-            # A restarted decode worker has forgotten its grant: the repeated ask waits there anew.
-            self.grant = None
-            return []
-        # With a grant there are no other asks, so this is the first one, or the same one again.
-        self.grant = Grant(verdict.ask, verdict.decode, verdict.epoch)
-        return self._give_back_all_but(verdict.ask)
-
-    def lost(self, grant: Grant, *, silent: bool = False) -> None:
-        """That grant is worth nothing any more. Search again, if that has not begun yet.
-
-        Its worker has refused the handoff, or is `silent`: then it is asked again only where nobody else can be.
-        """
-        if silent:
-            self._silent.add(grant.decode)
-        if self.grant == grant:
-            self._asked.pop(grant.ask, None)
-            self.grant = None
-
-    def unheard(self, ask: str) -> None:
-        """Nobody listens where this ask was sent: its worker is dead, or the broker has just come back. Others come first now."""
-        asked = self._asked.pop(ask, None)
-        if asked is None:
-            return
-        self._silent.add(asked.decode)
-        if self.grant is not None and self.grant.ask == ask:
-            self.grant = None
-
-    def stop(self) -> list[Send]:
-        """The request is over: no more asks. Returns what to give back."""
-        sends = self._give_back_all_but(None)
-        self.grant = None
-        self._over = True
-        return sends
-
-    def handed_off(self, grant: Grant) -> list[Send]:
-        """That grant has been consumed: it is not ours any more. Returns what to give back: all else that was asked for since."""
-        sends = self._give_back_all_but(grant.ask)
-        self._asked.clear()
-        self._over = True
-        return sends
-
-    def _wants_another(self, now_s: float) -> bool:
-        if self._over or self.grant is not None or len(self._asked) >= ASKS_AT_ONCE_MAX:
-            return False
-        return all(now_s - asked.first_s >= SECOND_ASK_AFTER_S for asked in self._asked.values())
-
-    def _choose(self, now_s: float, live: Sequence[Presence], rolls: tuple[float, float]) -> Presence | None:
-        """Of two drawn workers, the one with more free blocks. A second ask goes only where there seems to be room.
-
-        Where all have been silent they are asked again, but not at once: a restarted broker knows nobody for a moment.
-        """
-        asked = {entry.decode for entry in self._asked.values()} | self._never.keys()
-        candidates = [
-            presence for presence in live if presence.ready and not presence.draining and presence.id not in asked
-        ]
-        if self._asked:
-            candidates = [presence for presence in candidates if presence.blocks_free >= self.blocks]
-        heard = [presence for presence in candidates if presence.id not in self._silent]
-        if not candidates or not (heard or now_s - self._last_s >= SECOND_ASK_AFTER_S):
-            return None
-        candidates = heard or candidates
-        drawn = [candidates[int(roll * len(candidates))] for roll in rolls]
-        return max(
-            drawn, key=lambda presence: (presence.blocks_free - presence.asks_waiting * self.blocks, presence.id)
-        )
-
-    def _ask(self, choice: Presence, now_s: float) -> Send:
-        self._count += 1
-        self._last_s = now_s
-        ask_id = f"{self.claim}.{self._count}"
-        self._asked[ask_id] = _Asked(choice.id, now_s, now_s)
-        return self._send(ask_id, now_s)
-
-    def _send(self, ask_id: str, now_s: float) -> Send:
-        asked = self._asked[ask_id]
-        asked.sent_s = now_s
-        ask = Ask(
-            ask=ask_id,
-            request=self.request,
-            claim=self.claim,
-            blocks=self.blocks,
-            deadline_s=self.deadline_s,
-            answer_to=self.answer_to,
-        )
-        return Send(asked.decode, ask)
-
-    def _forget_dead(self, live: set[str]) -> None:
-        self._asked = {ask_id: asked for ask_id, asked in self._asked.items() if asked.decode in live}
-        self._never = {decode: reason for decode, reason in self._never.items() if decode in live}
-        if self.grant is not None and self.grant.ask not in self._asked:
-            self.grant = None
-
-    def _give_back_all_but(self, kept: str | None) -> list[Send]:
-        sends = [Send(asked.decode, Return(ask=ask_id)) for ask_id, asked in self._asked.items() if ask_id != kept]
-        self._asked = {ask_id: asked for ask_id, asked in self._asked.items() if ask_id == kept}
-        return sends

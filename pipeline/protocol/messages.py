@@ -182,7 +182,7 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     """May `blocks` KV blocks be kept for this request? Repeated with the same `ask` id while it is wanted: an ask is a lease.
 
-    `answer_to` is where verdicts go, now and later. `deadline_s` is Unix time.
+    `seats`: sequences that it will be. `answer_to` is where verdicts go, now and later. `deadline_s` is Unix time.
     """
 
     v: Version = 1
@@ -190,6 +190,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     request: str
     claim: str
     blocks: int
+    seats: int = 1
     deadline_s: float
     answer_to: str
 
@@ -199,7 +200,7 @@ class Audit(msgspec.Struct, frozen=True, tag="audit"):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True, tag="account"):
-    """One ledger: blocks and asks as they stand, and what has become of grants since it began."""
+    """One ledger: blocks, seats (None: no bound) and asks as they stand, and what has become of grants since it began."""
 
     decode: str
     epoch: str
@@ -219,6 +220,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True, tag="account"):
     engine_blocks: int = 0
     preemptions: int = 0
     disagreements: int = 0
+    seats: int = 0
+    seats_max: int | None = None
 
 
 class Return(msgspec.Struct, frozen=True, kw_only=True, tag="return"):

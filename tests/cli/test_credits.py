@@ -125,6 +125,8 @@ def test_without_decode_workers_the_operator_is_told(config: Path) -> None:
         ({"released": 3}, ["granted 10 ≠ ended 6 + outstanding 3"]),
         ({"free": 79}, ["free 79 + held 20 ≠ 100 blocks"]),
         ({"free": -5, "consumed_blocks": 100}, ["free -5 is not within 0 and 100"]),
+        ({"seats": 20, "seats_max": 20}, []),
+        ({"seats": 21, "seats_max": 20}, ["21 seats are promised, of 20"]),
         ({"preemptions": 2}, ["the engine has preempted 2 times"]),
     ],
 )

@@ -1,31 +1,31 @@
 """Credits: no order of asks, returns, handoffs and silences can make a block appear or vanish."""
 
-import pytest
+import math
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pipeline.limits import ASK_SILENT_MAX_S, ASKS_WAITING_MAX, REPEAT_PERIOD_S, SECOND_ASK_AFTER_S
+from pipeline.limits import ASK_SILENT_MAX_S, ASKS_WAITING_MAX
 from pipeline.protocol.credits import (
     ENDED_REMEMBERED,
     RECONCILED_WITH,
     REPLIES_MEASURED_MIN,
     REPLIES_REMEMBERED,
-    Asking,
     Consumption,
-    Grant,
     GrantState,
     Ledger,
-    Send,
     Verdicts,
 )
-from pipeline.protocol.messages import Ask, Presence, Return, Verdict
+from pipeline.protocol.messages import Ask
 
 FAR_S = 1e12
 
 
-def ask(name: str, blocks: int = 10) -> Ask:
-    return Ask(ask=name, request="r", claim="c", blocks=blocks, deadline_s=FAR_S, answer_to=f"inbox.{name}")
+def ask(name: str, blocks: int = 10, seats: int = 1) -> Ask:
+    return Ask(
+        ask=name, request="r", claim="c", blocks=blocks, seats=seats, deadline_s=FAR_S, answer_to=f"inbox.{name}"
+    )
 
 
 def ledger(blocks: int = 100) -> Ledger:
@@ -196,6 +196,36 @@ def test_no_more_is_granted_than_the_engine_has_seats_for_and_a_few_on_their_way
     book.check()
 
 
+def test_a_request_takes_a_seat_for_each_of_its_sequences() -> None:
+    book = Ledger("decode-1", "e1", 100, seats=4)
+    assert states(book.ask(ask("four", 1, seats=4), 0.0, FAR_S)) == {"four": "granted"}
+    assert states(book.ask(ask("two", 1, seats=2), 0.0, FAR_S)) == {"two": "waiting"}
+    assert states(book.ask(ask("one", 1), 0.0, FAR_S)) == {"one": "waiting"}, "a small one may not starve the big one"
+    assert (book.seats, book.account(0, 0).seats, book.account(0, 0).seats_max) == (4, 4, 5)
+    assert book.consume("four", "e1", 0.0) is Consumption.FRESH
+    assert {verdict.ask for _, verdict in book.release("four", 1.0, whole=True)} == {"two", "one"}
+    assert book.seats == 3
+    book.check()
+
+
+def test_a_request_of_more_sequences_than_there_are_seats_waits_until_it_is_alone() -> None:
+    book = Ledger("decode-1", "e1", 100, seats=4)
+    book.ask(ask("small", 1), 0.0, FAR_S)
+    assert states(book.ask(ask("huge", 1, seats=30), 0.0, FAR_S)) == {"huge": "waiting"}
+    assert states(book.give_back("small", 0.0)) == {"huge": "granted"}
+    assert states(book.ask(ask("small again", 1), 0.0, FAR_S)) == {"small again": "waiting"}
+    assert states(book.give_back("huge", 0.0)) == {"small again": "granted"}
+    assert book.seats == 1
+    book.check()
+
+
+def test_where_an_engine_has_no_bound_of_seats_none_is_counted_against_it() -> None:
+    book = ledger()
+    assert states(book.ask(ask("many", 1, seats=1000), 0.0, FAR_S)) == {"many": "granted"}
+    assert (book.seats, book.account(0, 0).seats_max) == (1000, None)
+    book.check()
+
+
 def experienced(reply_s: float) -> Ledger:
     """One seat's ledger whose last replies have taken this long, and whose seat is taken."""
     book = Ledger("decode-1", "e1", 100, seats=1)
@@ -239,16 +269,16 @@ class LedgerMachine(RuleBasedStateMachine):
 
     names = st.sampled_from([f"a{number}" for number in range(12)])
 
-    @initialize(blocks=st.integers(1, 60))
-    def begin(self, blocks: int) -> None:
-        self.book = ledger(blocks)
+    @initialize(blocks=st.integers(1, 60), seats=st.none() | st.integers(1, 6))
+    def begin(self, blocks: int, seats: int | None) -> None:
+        self.book = Ledger("decode-1", "e1", blocks, seats=seats)
         self.now_s = 0.0
         self.consumed: set[str] = set()
 
-    @rule(name=names, blocks=st.integers(1, 40), left_s=st.floats(0.0, 5.0))
-    def asks(self, name: str, blocks: int, left_s: float) -> None:
+    @rule(name=names, blocks=st.integers(1, 40), seats=st.integers(1, 9), left_s=st.floats(0.0, 5.0))
+    def asks(self, name: str, blocks: int, seats: int, left_s: float) -> None:
         if self.book.consume(name, "other", 0.0) is Consumption.OLD_EPOCH and name not in self.consumed:
-            self.book.ask(ask(name, blocks), self.now_s, left_s)
+            self.book.ask(ask(name, blocks, seats), self.now_s, left_s)
 
     @rule(name=names)
     def gives_back(self, name: str) -> None:
@@ -277,214 +307,16 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_what_is_free(self) -> None:
         if self.book._waiting:
-            assert self.book.free - self.book._next(self.now_s).ask.blocks < self.book.reserve
+            first = self.book._next(self.now_s).ask
+            lacks_blocks = self.book.free - first.blocks < self.book.reserve
+            room = math.inf if self.book.seats_max is None else self.book.seats_max - self.book.seats
+            assert lacks_blocks or room < min(first.seats, self.book.seats_max or 0)
+
+    @invariant()
+    def the_engine_gets_no_more_sequences_than_it_has_room_for_unless_one_request_is_more(self) -> None:
+        held = [entry.ask.seats for entry in self.book._entries.values() if entry.state is not GrantState.WAITING]
+        assert self.book.seats_max is None or sum(held) <= self.book.seats_max or len(held) == 1
 
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-# --------------------------------------------------------------------------------------------------------------
-# The asker's half
-
-
-def peer(name: str, free: int = 100, *, ready: bool = True, waiting: int = 0) -> Presence:
-    return Presence(role="decode", id=name, epoch="e1", ready=ready, blocks=200, blocks_free=free, asks_waiting=waiting)
-
-
-def asking() -> Asking:
-    return Asking("r", "c", 10, FAR_S, "inbox")
-
-
-def verdict(sent: Send, state: str, *, epoch: str = "e1", never: bool = False) -> Verdict:
-    assert isinstance(sent.message, Ask)
-    return Verdict(
-        ask=sent.message.ask,
-        request="r",
-        state=state,  # type: ignore[arg-type]
-        decode=sent.decode,
-        epoch=epoch,
-        reason="why",
-        never=never,
-    )
-
-
-def test_of_two_drawn_workers_the_one_with_more_room_is_asked() -> None:
-    live = [peer("a", 5), peer("b", 50), peer("c", 500)]
-    assert [sent.decode for sent in asking().tick(0.0, live, (0.0, 0.4))] == ["b"]
-    assert [sent.decode for sent in asking().tick(0.0, live, (0.9, 0.4))] == ["c"]
-    crowded = [peer("a", 50, waiting=9), peer("b", 40)]
-    assert [sent.decode for sent in asking().tick(0.0, crowded, (0.0, 0.9))] == ["b"]
-
-
-def test_an_ask_is_repeated_under_its_id_every_period() -> None:
-    search = asking()
-    [first] = search.tick(0.0, [peer("a")], (0, 0))
-    assert search.tick(REPEAT_PERIOD_S / 2, [peer("a")], (0, 0)) == []
-    assert search.tick(REPEAT_PERIOD_S, [peer("a")], (0, 0)) == [first]
-
-
-def test_a_slow_answer_leads_to_a_second_ask_where_there_is_room_and_the_loser_is_returned() -> None:
-    search = asking()
-    [first] = search.tick(0.0, [peer("a"), peer("b", 50), peer("c", 3)], (0, 0))
-    assert search.verdict(verdict(first, "waiting")) == []
-    live = [peer("a"), peer("b", 50), peer("c", 3)]
-    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0.9, 0.9))
-    assert second.decode == "b"
-    assert search.tick(SECOND_ASK_AFTER_S * 1.5, live, (0, 0)) == [], "two at once are enough"
-    assert isinstance(first.message, Ask)
-    assert search.verdict(verdict(second, "granted")) == [Send("a", Return(ask=first.message.ask))]
-    assert search.grant is not None
-    assert search.grant.decode == "b"
-    assert search.verdict(verdict(first, "granted")) == [Send("a", Return(ask=first.message.ask))], (
-        "a late one goes back"
-    )
-
-
-def test_no_second_ask_where_nobody_has_room() -> None:
-    search = asking()
-    search.tick(0.0, [peer("a"), peer("c", 3)], (0, 0))
-    assert search.tick(SECOND_ASK_AFTER_S, [peer("a"), peer("c", 3)], (0, 0)) == []
-
-
-def test_who_refuses_for_now_is_asked_again_and_who_never_can_is_not() -> None:
-    search, live = asking(), [peer("a")]
-    [first] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(first, "refused"))
-    [again] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(again, "refused", never=True))
-    assert search.tick(0.0, live, (0, 0)) == []
-    assert search.impossible == "why"
-    assert search.verdict(verdict(again, "refused")) == [], "a late refusal needs no return"
-
-
-def test_with_nobody_alive_the_search_waits() -> None:
-    search = asking()
-    assert search.tick(0.0, [], (0, 0)) == []
-    assert search.tick(0.0, [peer("a", ready=False)], (0, 0)) == []
-    assert search.impossible is None
-    assert len(search.tick(0.0, [peer("a")], (0, 0))) == 1
-
-
-def test_a_worker_that_dies_takes_its_grant_with_it() -> None:
-    search = asking()
-    [first] = search.tick(0.0, [peer("a")], (0, 0))
-    search.verdict(verdict(first, "granted"))
-    [other] = search.tick(0.05, [peer("b")], (0, 0))
-    assert (search.grant, other.decode) == (None, "b")
-
-
-def test_a_restarted_worker_owes_nothing_until_it_grants_anew() -> None:
-    search = asking()
-    [first] = search.tick(0.0, [peer("a")], (0, 0))
-    search.verdict(verdict(first, "granted"))
-    search.verdict(verdict(first, "waiting", epoch="e2"))
-    assert search.grant is None
-    search.verdict(verdict(first, "granted", epoch="e2"))
-    assert isinstance(first.message, Ask)
-    assert search.grant == Grant(first.message.ask, "a", "e2")
-
-
-def test_a_waiting_answer_elsewhere_does_not_touch_the_grant() -> None:
-    search, live = asking(), [peer("a"), peer("b")]
-    [first] = search.tick(0.0, live, (0, 0))
-    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0, 0))
-    search.verdict(verdict(first, "granted"))
-    assert search.verdict(verdict(second, "waiting")) == [Send(second.decode, Return(ask=second.message.ask))]
-    assert search.grant is not None
-
-
-def test_a_refused_handoff_whose_grant_is_lost_already_changes_nothing() -> None:
-    search, live = asking(), [peer("a")]
-    [first] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(first, "granted"))
-    grant = search.grant
-    assert grant is not None
-    search.verdict(verdict(first, "waiting"))
-    search.lost(grant)
-    assert search.grant is None
-    [again] = search.tick(REPEAT_PERIOD_S, live, (0, 0))
-    assert again.message == first.message, "the ask still waits, and is repeated"
-
-
-def test_a_refused_handoff_loses_the_grant_and_the_search_goes_on_under_a_new_id() -> None:
-    search, live = asking(), [peer("a")]
-    [first] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(first, "granted"))
-    assert search.grant is not None
-    search.lost(search.grant)
-    [second] = search.tick(0.0, live, (0, 0))
-    assert first.message.ask != second.message.ask
-
-
-def test_after_a_handoff_into_silence_another_worker_is_asked_first() -> None:
-    search, live = asking(), [peer("a"), peer("b")]
-    [first] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(first, "granted"))
-    assert search.grant is not None
-    search.lost(search.grant, silent=True)
-    [second] = search.tick(0.0, live, (0, 0))
-    assert (first.decode, second.decode) == ("a", "b")
-    search.verdict(verdict(second, "granted"))
-    assert search.grant is not None
-    search.lost(search.grant, silent=True)
-    assert search.tick(0.0, live, (0, 0)) == [], "not at once"
-    [third] = search.tick(SECOND_ASK_AFTER_S, live[:1], (0, 0))
-    assert third.decode == "a", "there is nobody else"
-
-
-def test_where_nobody_listens_another_worker_is_asked_without_waiting() -> None:
-    search, live = asking(), [peer("a"), peer("b")]
-    [first] = search.tick(0.0, live, (0, 0))
-    assert isinstance(first.message, Ask)
-    search.unheard(first.message.ask)
-    [second] = search.tick(0.0, live, (0, 0))
-    assert (first.decode, second.decode) == ("a", "b")
-    search.verdict(verdict(second, "granted"))
-    assert isinstance(second.message, Ask)
-    search.unheard(second.message.ask)
-    assert search.grant is None, "its keeper is dead"
-    search.unheard(second.message.ask)
-    assert search.tick(0.0, live, (0, 0)) == []
-
-
-def test_when_the_request_ends_everything_is_given_back_but_what_was_handed_off() -> None:
-    search, live = asking(), [peer("a")]
-    [first] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(first, "granted"))
-    assert search.stop() == [Send("a", Return(ask=first.message.ask))]
-    search = asking()
-    [first] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(first, "granted"))
-    assert search.grant is not None
-    assert search.handed_off(search.grant) == []
-    assert search.stop() == []
-
-
-def test_what_was_asked_for_while_a_handoff_was_unanswered_is_given_back_when_it_is_taken_after_all() -> None:
-    search, live = asking(), [peer("a"), peer("b")]
-    [first] = search.tick(0.0, live, (0, 0))
-    search.verdict(verdict(first, "granted"))
-    offered = search.grant
-    assert offered is not None
-    assert isinstance(first.message, Ask)
-    search.unheard(first.message.ask)
-    [second] = search.tick(0.0, live, (0, 0))
-    assert isinstance(second.message, Ask)
-    assert search.handed_off(offered) == [Send("b", Return(ask=second.message.ask))]
-
-
-def test_a_request_that_has_ended_asks_for_nothing_any_more_and_gives_back_what_it_is_granted_late() -> None:
-    search, live = asking(), [peer("a"), peer("b")]
-    [first] = search.tick(0.0, live, (0, 0))
-    search.stop()
-    assert search.tick(SECOND_ASK_AFTER_S, live, (0, 0)) == []
-    assert search.verdict(verdict(first, "granted")) == [Send("a", Return(ask=first.message.ask))]
-
-
-def test_the_waiting_answer_of_two_keeps_both() -> None:
-    search, live = asking(), [peer("a"), peer("b")]
-    [first] = search.tick(0.0, live, (0, 0))
-    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0, 0))
-    assert search.verdict(verdict(first, "waiting")) == search.verdict(verdict(second, "waiting")) == []
-    assert pytest.approx(len(search.stop())) == 2

@@ -64,7 +64,7 @@ class SimEngine(SimulatedEngine):
             await anyio.sleep_forever()
         return await super().prefill(key, token_ids, salt)
 
-    def _decode_job(
+    def _decode_jobs(
         self,
         key: str,
         token_ids: Sequence[int],
@@ -72,11 +72,12 @@ class SimEngine(SimulatedEngine):
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int],
-    ) -> Job:
-        job = super()._decode_job(key, token_ids, salt, chat, max_tokens, delivered)
+    ) -> list[Job]:
+        jobs = super()._decode_jobs(key, token_ids, salt, chat, max_tokens, delivered)
         if is_stateful(chat):
             # A claim is a sampling: its id stands for the state of the sampler that began with it.
             seed, sampling = int.from_bytes(key.encode(), "little"), sampling_of(chat)
+            (job,) = jobs  # nobody here asks for several choices
             job.reply = Reply(seed, array("I", token_ids).tobytes(), delivered, sampling, max_tokens)
             self._samplings.setdefault(chat["id"], []).append(drawn(seed, token_ids, sampling, max_tokens))
-        return job
+        return jobs

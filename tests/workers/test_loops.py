@@ -9,12 +9,15 @@ import msgspec
 import pytest
 
 from pipeline.bus.connection import Bus, Message
-from pipeline.config import Requests
+from pipeline.config import Engine, Requests
 from pipeline.protocol import subjects
 from pipeline.protocol.credits import GrantState
 from pipeline.protocol.messages import Audit, Done, Failed, account_decoder, encode
 from tests.nats_server import NatsServer
-from tests.workers.fleet import PROMPT, Caller, Fleet, backlog, config_for, fleet, until
+from tests.workers.fleet import PROMPT, Caller, Fleet, backlog, config_for, fleet, unpack_ids, until
+from workers.engines.simulated import SimulatedEngine
+from workers.engines.simulated.mailbox import Mailbox
+from workers.engines.simulated.model import Job
 
 pytestmark = pytest.mark.anyio
 
@@ -89,6 +92,35 @@ async def test_a_full_decode_worker_makes_requests_wait_and_loses_none(broker: N
             for number in range(24):
                 tasks.start_soon(one, number)
         assert made.workers["decode-1"].engine.usage().preemptions == 0
+        await at_rest(made)
+
+
+class Counting(SimulatedEngine):
+    """Remembers the most sequences that it has had at a time, running and queued."""
+
+    most = 0
+
+    def _submit(self, *jobs: Job) -> Mailbox:
+        mailbox = super()._submit(*jobs)
+        self.most = max(self.most, len(self._mailboxes))
+        return mailbox
+
+
+async def test_no_more_sequences_queue_inside_decode_than_its_seats_and_a_quarter(broker: NatsServer) -> None:
+    config = msgspec.structs.replace(config_for(broker.url, slots=16, step_s=0.002), decode=Engine(slots=8))
+    async with fleet(config, prefill=2, engine=Counting) as made:
+
+        async def one(number: int) -> None:
+            reply = await made.ask(creator=f"c{number}", n=4, max_tokens=20, ignore_eos=True)
+            assert isinstance(reply.end, Done)
+            assert [len(unpack_ids(choice.ids)) for choice in reply.end.choices] == [20] * 4
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(24):
+                tasks.start_soon(one, number)
+        decode = made.workers["decode-1"].engine
+        assert isinstance(decode, Counting)
+        assert decode.most == 8, "two requests of four fit, and a third would queue"
         await at_rest(made)
 
 

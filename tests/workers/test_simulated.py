@@ -156,6 +156,22 @@ async def test_a_reply_continued_elsewhere_equals_the_uninterrupted_one(at: int)
         assert [(list(step.token_ids), step.finish_reason) for step in nothing] == [([], "stop")]
 
 
+async def test_several_choices_are_as_many_sequences_each_with_its_own_end() -> None:
+    async with started(FAST, "decode") as (decode,):
+        ids = await decode.render(CHAT)
+        alone = await read(decode, "a", ids)
+        steps = await read(decode, "b", ids, CHAT | {"n": 3})
+        of = [[step for step in steps if step.choice == choice] for choice in range(3)]
+        assert tokens_of(of[0]) == tokens_of(alone), "the first choice is what one alone would be"
+        assert len({tuple(tokens_of(one)) for one in of}) == 3
+        assert sorted(step.choice for step in steps if step.finish_reason is not None) == [0, 1, 2]
+        running = decode.decode("d", ids, SALT, CHAT | {"n": 3}, 100)
+        await anext(running)
+        assert decode.usage().running == 3
+        await running.aclose()
+        assert (decode.usage().running, decode.usage().waiting) == (0, 0)
+
+
 async def test_a_client_decides_where_its_reply_ends() -> None:
     async with started(FAST, "decode") as (engine,):
         ids = await engine.render(CHAT)

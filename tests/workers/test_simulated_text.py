@@ -20,7 +20,7 @@ ENGLISH = (
 @pytest.mark.parametrize(
     ("chat", "param"),
     [
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
         ({"logprobs": True}, "logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs"),

@@ -159,22 +159,22 @@ class SimulatedEngine:
         delivered: Sequence[int] = (),
     ) -> AsyncGenerator[Step, None]:
         """See `Engine`."""
-        job = self._decode_job(key, token_ids, salt, chat, max_tokens, delivered)
-        assert job.reply is not None
-        if job.reply.over is not None:
-            yield Step(token_ids=(), text="", cached_tokens=0, finish_reason=job.reply.over, before=job.reply.before)
+        jobs = self._decode_jobs(key, token_ids, salt, chat, max_tokens, delivered)
+        first = jobs[0].reply
+        assert first is not None
+        if first.over is not None:
+            yield Step(token_ids=(), text="", cached_tokens=0, finish_reason=first.over, before=first.before)
             return
-        before = job.reply.before
-        mailbox = self._submit(job)
+        before, unended = first.before, len(jobs)
+        mailbox = self._submit(*jobs)
         try:
-            while True:
+            while unended:
                 step = await mailbox.step()
                 yield msgspec.structs.replace(step, before=before) if before else step
                 before = ""
-                if step.finish_reason is not None:
-                    return
+                unended -= step.finish_reason is not None
         finally:
-            self._forget(job)
+            self._forget(*jobs)
 
     def cache_events(self) -> CacheLog | None:
         """A prefill engine's."""
@@ -263,23 +263,28 @@ class SimulatedEngine:
         if self._log is not None:
             self._log.write(model.take_cache_events())
 
-    def _submit(self, job: Job) -> Mailbox:
+    def _submit(self, *jobs: Job) -> Mailbox:
+        """What these say comes to one mailbox."""
         if self._model is None:
             raise EngineDead(self._death or "")
         loop = asyncio.get_running_loop()
         before_s = self._model.next_at()
-        self._model.submit(job, loop.time())
+        mailbox = Mailbox(loop)
+        for job in jobs:
+            self._model.submit(job, loop.time())
+            self._mailboxes[job.key] = mailbox
         self._write_log(self._model)
-        self._mailboxes[job.key] = mailbox = Mailbox(loop)
         self._ring_if_not(before_s, self._model)
         return mailbox
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, *jobs: Job) -> None:
         """The request has ended, or its caller has gone."""
-        del self._mailboxes[job.key]
+        for job in jobs:
+            del self._mailboxes[job.key]
         if self._model is not None:
             before_s = self._model.next_at()
-            self._model.abort(job.key, asyncio.get_running_loop().time())
+            for job in jobs:
+                self._model.abort(job.key, asyncio.get_running_loop().time())
             self._write_log(self._model)
             self._ring_if_not(before_s, self._model)
 
@@ -298,7 +303,7 @@ class SimulatedEngine:
                 f"The prompt has {tokens} tokens; with one for the reply the model takes {longest}.", param="messages"
             )
 
-    def _decode_job(
+    def _decode_jobs(
         self,
         key: str,
         token_ids: Sequence[int],
@@ -306,18 +311,30 @@ class SimulatedEngine:
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int],
-    ) -> Job:
+    ) -> list[Job]:
+        """One for each choice. Only one choice can be continued."""
         prompt = array("I", token_ids)
         self._check_length(len(prompt))
         ids = array("I", [*token_ids, *delivered])
-        seed = self._config.simulated.seed
+        seed, sampling = self._config.simulated.seed, sampling_of(chat)
+        assert sampling.n == 1 or not delivered
         reply_max = min(max_tokens, self._info.max_model_len - len(prompt))
-        reply = Reply(seed, prompt.tobytes(), delivered, sampling_of(chat), reply_max)
         tokens_max = reply_max - len(delivered)
-        job = Job(key=f"decode/{key}", token_ids=ids, salt=salt, reply=reply, tokens_max=tokens_max)
-        if reply.over is None and self._fails("decode", key):
-            job.fails_after = min(_drawn(seed, f"after/{key}") % FAILS_WITHIN_TOKENS, tokens_max - 1)
-        return job
+        jobs = [
+            Job(
+                key=f"decode/{key}/{choice}",
+                token_ids=ids[:],
+                salt=salt,
+                reply=Reply(seed, prompt.tobytes(), delivered, sampling, reply_max, choice),
+                tokens_max=tokens_max,
+                choice=choice,
+            )
+            for choice in range(sampling.n)
+        ]
+        assert jobs[0].reply is not None
+        if jobs[0].reply.over is None and self._fails("decode", key):
+            jobs[0].fails_after = min(_drawn(seed, f"after/{key}") % FAILS_WITHIN_TOKENS, tokens_max - 1)
+        return jobs
 
     def _fails(self, work: Work, key: str) -> bool:
         if self._to_fail[work]:

@@ -7,11 +7,11 @@ from workers.engines.port import Prefilled, Step
 
 
 class Mailbox:
-    """News of one request. Steps that its reader has not fetched become one, as in vLLM: it holds one thing at a time."""
+    """News of one request. Steps that its reader has not fetched become one, as in vLLM: one for each choice."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._step: Step | None = None
+        self._steps: dict[int, Step] = {}
         self._done: Prefilled | None = None
         self._error: EngineFailed | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -19,7 +19,8 @@ class Mailbox:
     def put(self, what: Step | Prefilled | EngineFailed) -> None:
         """Leave a message, and wake the reader. An error is read after the steps before it."""
         if isinstance(what, Step):
-            self._step = what if self._step is None else _joined(self._step, what)
+            unread = self._steps.get(what.choice)
+            self._steps[what.choice] = what if unread is None else _joined(unread, what)
         elif isinstance(what, Prefilled):
             self._done = what
         else:
@@ -28,12 +29,11 @@ class Mailbox:
             self._waiter.set_result(None)
 
     async def step(self) -> Step:
-        """The steps since the last call, as one. Raises what was put as an error."""
-        if self._step is None:
+        """The steps of one choice since it was last read, as one. Raises what was put as an error."""
+        if not self._steps:
             await self._news()
-        step, self._step = self._step, None
-        assert step is not None, "a decode has steps or an error"
-        return step
+        assert self._steps, "a decode has steps or an error"
+        return self._steps.pop(next(iter(self._steps)))
 
     async def done(self) -> Prefilled:
         """The end of a prefill. Raises what was put as an error."""
@@ -47,7 +47,7 @@ class Mailbox:
             self._waiter = self._loop.create_future()
             await self._waiter
             self._waiter = None
-        if self._error is not None and self._step is None:
+        if self._error is not None and not self._steps:
             raise self._error
 
 
@@ -57,6 +57,7 @@ def _joined(first: Step, second: Step) -> Step:
         text=first.text + second.text,
         cached_tokens=first.cached_tokens,
         finish_reason=second.finish_reason,
+        choice=first.choice,
     )
 
 

@@ -61,7 +61,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 class Job(msgspec.Struct, kw_only=True):
     """What is asked: to read `token_ids` (u32), and with `reply` to go on from there for at most `tokens_max` tokens.
 
-    It fails once `fails_after` tokens of the reply are out; a prefill, where this is set at all.
+    It fails once `fails_after` tokens of the reply are out; a prefill, where this is set at all. `choice`: which of several
+    replies to one prompt it is.
     """
 
     key: str
@@ -70,6 +71,7 @@ class Job(msgspec.Struct, kw_only=True):
     reply: Reply | None = None
     tokens_max: int = 1
     fails_after: int | None = None
+    choice: int = 0
 
 
 class _Sequence:
@@ -278,7 +280,13 @@ class EngineModel:
             return
         token_id, text, finish_reason = reply.next()
         sequence.ids.append(token_id)
-        step = Step(token_ids=(token_id,), text=text, cached_tokens=sequence.cached or 0, finish_reason=finish_reason)
+        step = Step(
+            token_ids=(token_id,),
+            text=text,
+            cached_tokens=sequence.cached or 0,
+            finish_reason=finish_reason,
+            choice=job.choice,
+        )
         outputs.append(Output(job.key, step))
         if finish_reason is not None:
             self._running.remove(sequence)

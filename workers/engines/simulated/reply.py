@@ -1,8 +1,8 @@
 """Replies: what the engine says, token by token.
 
-Token `i` of a reply depends on the seeds, the prompt and `i` alone, in any process. So a reply that is continued after `k`
-tokens, which then stand at the prompt's end, goes on as if nothing had happened: reply ids have a range of their own, by which
-they are told from the prompt. What the other parameters change is only where the reply ends.
+Token `i` of a reply depends on the seeds, the prompt, which choice it is and `i` alone, in any process. So a reply that is
+continued after `k` tokens, which then stand at the prompt's end, goes on as if nothing had happened: reply ids have a range of
+their own, by which they are told from the prompt. What the other parameters change is only where the reply ends.
 
     index    0      1      2         3         …   length - 1
     token   " the" " sea" <F0 9F>  <8C 8A>         EOS
@@ -53,6 +53,7 @@ class Sampling(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
     seed: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -62,7 +63,6 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 _NEED_A_MODEL: Final[Mapping[str, tuple[Any, ...]]] = {
-    "n": (1,),
     "logprobs": (False,),
     "tools": (),
     "response_format": ({"type": "text"},),
@@ -140,8 +140,16 @@ class _Text:
 class Reply:
     """One reply, from the token after the `delivered` ones, which have given the text `before`."""
 
-    def __init__(self, seed: int, prompt: bytes, delivered: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
-        named = f"{seed}/{sampling.seed}/".encode()
+    def __init__(
+        self,
+        seed: int,
+        prompt: bytes,
+        delivered: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        choice: int = 0,
+    ) -> None:
+        named = f"{seed}/{sampling.seed}/{choice or ''}".encode()
         self._root = blake2b(prompt, key=blake2b(named, digest_size=32).digest(), digest_size=16).digest()
         self._run = b""
         self._run_number = -1

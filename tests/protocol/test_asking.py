@@ -1,0 +1,217 @@
+"""Asking for credits: one grant in the end, and everything else given back."""
+
+import pytest
+
+from pipeline.limits import REPEAT_PERIOD_S, SECOND_ASK_AFTER_S
+from pipeline.protocol.asking import Asking, Grant, Send
+from pipeline.protocol.messages import Ask, Presence, Return, Verdict
+
+FAR_S = 1e12
+
+
+def peer(name: str, free: int = 100, *, ready: bool = True, waiting: int = 0) -> Presence:
+    return Presence(role="decode", id=name, epoch="e1", ready=ready, blocks=200, blocks_free=free, asks_waiting=waiting)
+
+
+def asking(seats: int = 1) -> Asking:
+    return Asking("r", "c", 10, FAR_S, "inbox", seats)
+
+
+def verdict(sent: Send, state: str, *, epoch: str = "e1", never: bool = False) -> Verdict:
+    assert isinstance(sent.message, Ask)
+    return Verdict(
+        ask=sent.message.ask,
+        request="r",
+        state=state,  # type: ignore[arg-type]
+        decode=sent.decode,
+        epoch=epoch,
+        reason="why",
+        never=never,
+    )
+
+
+def test_of_two_drawn_workers_the_one_with_more_room_is_asked() -> None:
+    live = [peer("a", 5), peer("b", 50), peer("c", 500)]
+    assert [sent.decode for sent in asking().tick(0.0, live, (0.0, 0.4))] == ["b"]
+    assert [sent.decode for sent in asking().tick(0.0, live, (0.9, 0.4))] == ["c"]
+    crowded = [peer("a", 50, waiting=9), peer("b", 40)]
+    assert [sent.decode for sent in asking().tick(0.0, crowded, (0.0, 0.9))] == ["b"]
+
+
+def test_an_ask_says_how_many_sequences_it_will_be() -> None:
+    [sent] = asking(seats=4).tick(0.0, [peer("a")], (0.0, 0.0))
+    assert isinstance(sent.message, Ask)
+    assert (sent.message.blocks, sent.message.seats) == (10, 4)
+
+
+def test_an_ask_is_repeated_under_its_id_every_period() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a")], (0, 0))
+    assert search.tick(REPEAT_PERIOD_S / 2, [peer("a")], (0, 0)) == []
+    assert search.tick(REPEAT_PERIOD_S, [peer("a")], (0, 0)) == [first]
+
+
+def test_a_slow_answer_leads_to_a_second_ask_where_there_is_room_and_the_loser_is_returned() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a"), peer("b", 50), peer("c", 3)], (0, 0))
+    assert search.verdict(verdict(first, "waiting")) == []
+    live = [peer("a"), peer("b", 50), peer("c", 3)]
+    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0.9, 0.9))
+    assert second.decode == "b"
+    assert search.tick(SECOND_ASK_AFTER_S * 1.5, live, (0, 0)) == [], "two at once are enough"
+    assert isinstance(first.message, Ask)
+    assert search.verdict(verdict(second, "granted")) == [Send("a", Return(ask=first.message.ask))]
+    assert search.grant is not None
+    assert search.grant.decode == "b"
+    assert search.verdict(verdict(first, "granted")) == [Send("a", Return(ask=first.message.ask))], (
+        "a late one goes back"
+    )
+
+
+def test_no_second_ask_where_nobody_has_room() -> None:
+    search = asking()
+    search.tick(0.0, [peer("a"), peer("c", 3)], (0, 0))
+    assert search.tick(SECOND_ASK_AFTER_S, [peer("a"), peer("c", 3)], (0, 0)) == []
+
+
+def test_who_refuses_for_now_is_asked_again_and_who_never_can_is_not() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "refused"))
+    [again] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(again, "refused", never=True))
+    assert search.tick(0.0, live, (0, 0)) == []
+    assert search.impossible == "why"
+    assert search.verdict(verdict(again, "refused")) == [], "a late refusal needs no return"
+
+
+def test_with_nobody_alive_the_search_waits() -> None:
+    search = asking()
+    assert search.tick(0.0, [], (0, 0)) == []
+    assert search.tick(0.0, [peer("a", ready=False)], (0, 0)) == []
+    assert search.impossible is None
+    assert len(search.tick(0.0, [peer("a")], (0, 0))) == 1
+
+
+def test_a_worker_that_dies_takes_its_grant_with_it() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a")], (0, 0))
+    search.verdict(verdict(first, "granted"))
+    [other] = search.tick(0.05, [peer("b")], (0, 0))
+    assert (search.grant, other.decode) == (None, "b")
+
+
+def test_a_restarted_worker_owes_nothing_until_it_grants_anew() -> None:
+    search = asking()
+    [first] = search.tick(0.0, [peer("a")], (0, 0))
+    search.verdict(verdict(first, "granted"))
+    search.verdict(verdict(first, "waiting", epoch="e2"))
+    assert search.grant is None
+    search.verdict(verdict(first, "granted", epoch="e2"))
+    assert isinstance(first.message, Ask)
+    assert search.grant == Grant(first.message.ask, "a", "e2")
+
+
+def test_a_waiting_answer_elsewhere_does_not_touch_the_grant() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    assert search.verdict(verdict(second, "waiting")) == [Send(second.decode, Return(ask=second.message.ask))]
+    assert search.grant is not None
+
+
+def test_a_refused_handoff_whose_grant_is_lost_already_changes_nothing() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    grant = search.grant
+    assert grant is not None
+    search.verdict(verdict(first, "waiting"))
+    search.lost(grant)
+    assert search.grant is None
+    [again] = search.tick(REPEAT_PERIOD_S, live, (0, 0))
+    assert again.message == first.message, "the ask still waits, and is repeated"
+
+
+def test_a_refused_handoff_loses_the_grant_and_the_search_goes_on_under_a_new_id() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    assert search.grant is not None
+    search.lost(search.grant)
+    [second] = search.tick(0.0, live, (0, 0))
+    assert first.message.ask != second.message.ask
+
+
+def test_after_a_handoff_into_silence_another_worker_is_asked_first() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    assert search.grant is not None
+    search.lost(search.grant, silent=True)
+    [second] = search.tick(0.0, live, (0, 0))
+    assert (first.decode, second.decode) == ("a", "b")
+    search.verdict(verdict(second, "granted"))
+    assert search.grant is not None
+    search.lost(search.grant, silent=True)
+    assert search.tick(0.0, live, (0, 0)) == [], "not at once"
+    [third] = search.tick(SECOND_ASK_AFTER_S, live[:1], (0, 0))
+    assert third.decode == "a", "there is nobody else"
+
+
+def test_where_nobody_listens_another_worker_is_asked_without_waiting() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    assert isinstance(first.message, Ask)
+    search.unheard(first.message.ask)
+    [second] = search.tick(0.0, live, (0, 0))
+    assert (first.decode, second.decode) == ("a", "b")
+    search.verdict(verdict(second, "granted"))
+    assert isinstance(second.message, Ask)
+    search.unheard(second.message.ask)
+    assert search.grant is None, "its keeper is dead"
+    search.unheard(second.message.ask)
+    assert search.tick(0.0, live, (0, 0)) == []
+
+
+def test_when_the_request_ends_everything_is_given_back_but_what_was_handed_off() -> None:
+    search, live = asking(), [peer("a")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    assert search.stop() == [Send("a", Return(ask=first.message.ask))]
+    search = asking()
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    assert search.grant is not None
+    assert search.handed_off(search.grant) == []
+    assert search.stop() == []
+
+
+def test_what_was_asked_for_while_a_handoff_was_unanswered_is_given_back_when_it_is_taken_after_all() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "granted"))
+    offered = search.grant
+    assert offered is not None
+    assert isinstance(first.message, Ask)
+    search.unheard(first.message.ask)
+    [second] = search.tick(0.0, live, (0, 0))
+    assert isinstance(second.message, Ask)
+    assert search.handed_off(offered) == [Send("b", Return(ask=second.message.ask))]
+
+
+def test_a_request_that_has_ended_asks_for_nothing_any_more_and_gives_back_what_it_is_granted_late() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.stop()
+    assert search.tick(SECOND_ASK_AFTER_S, live, (0, 0)) == []
+    assert search.verdict(verdict(first, "granted")) == [Send("a", Return(ask=first.message.ask))]
+
+
+def test_the_waiting_answer_of_two_keeps_both() -> None:
+    search, live = asking(), [peer("a"), peer("b")]
+    [first] = search.tick(0.0, live, (0, 0))
+    [second] = search.tick(SECOND_ASK_AFTER_S, live, (0, 0))
+    assert search.verdict(verdict(first, "waiting")) == search.verdict(verdict(second, "waiting")) == []
+    assert pytest.approx(len(search.stop())) == 2
