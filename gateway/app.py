@@ -51,7 +51,7 @@ from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.shares import Bounds, Shares
 from pipeline.protocol.subjects import CLASSES
-from pipeline.telemetry import logs
+from pipeline.telemetry import logs, metrics
 
 BACKLOG: Final = 2048
 """Connections that wait to be accepted: a burst of a full gateway."""
@@ -138,6 +138,7 @@ class Gateway:
 
     def presence(self) -> Presence:
         """What it says of itself. Its id is the second token of its reply subjects, so that workers can tell when it is gone."""
+        metrics.QUEUED_TOKENS.set(self.guests.shares.tokens)
         return Presence(
             role="gateway",
             id=self.process,
@@ -172,6 +173,8 @@ def bounds_of(config: Config) -> Bounds:
         bytes_max=config.gateway.in_flight_bytes_max,
         creator_requests_max=config.gateway.creator_in_flight_max,
         creator_bytes_max=config.gateway.creator_in_flight_bytes_max,
+        tokens_max=config.gateway.queued_tokens_max,
+        creator_tokens_max=config.gateway.creator_queued_tokens_max,
     )
 
 

@@ -130,7 +130,7 @@ class Chat:
         if order.model:
             key.check_model(order.model)
         now_s = self._clock()
-        place.enter(order.creator, now_s)
+        place.enter(order.creator, now_s, referred=order.referred)
         self._admission.enter(
             fleet.prefill, fleet.decode, now_s, saturated=fleet.slots_free == 0, timeout_s=order.timeout_s
         )
@@ -139,6 +139,7 @@ class Chat:
         """From admission to the end: whatever happens, the reply is closed and the place is free again."""
         reply = self._replies.open(order.id, asked_s, order.timeout_s)
         reply.detailed = not order.detail.plain
+        reply.on_begun = lambda: place.begun(self._clock())
         metrics.IN_FLIGHT.inc()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -147,9 +148,10 @@ class Chat:
                 watch.cancel()
         finally:
             self._replies.close(reply)
-            whole = isinstance(reply.end, Done)
-            place.leave(self._clock(), drained=reply.published)
-            self._admission.leave(self._clock(), drained=reply.published, served=whole)
+            usage = reply.end.usage if isinstance(reply.end, Done) else None
+            tokens = usage.prompt_tokens if usage else None
+            place.leave(self._clock(), drained=reply.published, prompt_tokens=tokens)
+            self._admission.leave(self._clock(), drained=reply.published, served=usage is not None)
             metrics.IN_FLIGHT.dec()
             _count_end(order, reply, self._clock() - asked_s)
 

@@ -71,7 +71,7 @@ class Order(msgspec.Struct, kw_only=True):
     """One request, checked. `payload` is the envelope as it will lie in REQUESTS. `creator` is its subject token.
 
     `conversation` keeps its turns together where a creator's are spread. `model` is what the client asked for, then what it gets.
-    `trace` are headers for the stored message.
+    `referred`: it names its persona and history instead of carrying them. `trace` are headers for the stored message.
     """
 
     id: str
@@ -85,6 +85,7 @@ class Order(msgspec.Struct, kw_only=True):
     detail: "Detail"
     timeout_s: float
     trace: dict[str, str]
+    referred: bool = False
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,6 +224,7 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = O
         detail=detail_of(chat),
         timeout_s=timeout_s,
         trace=trace_of(headers),
+        referred=reference is not None,
     )
 
 

@@ -68,6 +68,7 @@ class Reply:
         "end",
         "last_frame_s",
         "left",
+        "on_begun",
         "published",
         "receiver",
         "request",
@@ -89,6 +90,8 @@ class Reply:
         self.left = False
         self.last_frame_s: float | None = None
         self.timer: asyncio.TimerHandle | None = None
+        self.on_begun: Callable[[], None] | None = None
+        """Called at the first token."""
         self._parts: list[Piece] = []
         self._wake = asyncio.Event()
 
@@ -238,6 +241,9 @@ class Replies:
             if piece.text or reply.detailed:
                 reply.add(piece)
                 _measure(reply, now_s)
+                if reply.on_begun is not None:
+                    reply.on_begun()
+                    reply.on_begun = None
         if heard.repeated:
             metrics.DUPLICATE_TOKENS.inc(heard.repeated)
         if heard.notice is not None:

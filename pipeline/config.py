@@ -49,6 +49,10 @@ class Gateway(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     creator_in_flight_max: Positive = 1024
     """One creator's requests at this gateway: half of it. A hot creator fits, and the other half is left to all others."""
     creator_in_flight_bytes_max: Positive = 128 * 1024 * 1024
+    queued_tokens_max: Positive = 4_000_000
+    """Prompt tokens of all requests whose reply has not begun, as estimated: `in_flight_max` prompts of 2,000."""
+    creator_queued_tokens_max: Positive = 2_000_000
+    """One creator's: half of it, as of the requests."""
     timeout_s: PositiveFloat = 60.0
     default_creator: str = "default"
     cors_origins: tuple[str, ...] = ()

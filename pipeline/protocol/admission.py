@@ -99,7 +99,7 @@ class Admission:
         """Raise `CapacityError` where all places are taken: what `enter` would say, before a body is read for it."""
         if self.in_flight >= self.in_flight_max:
             raise CapacityError(
-                f"This gateway works on {self.in_flight} requests, as many as it takes.",
+                f"This gateway works on {self.in_flight} requests, as many as it takes (gateway.in_flight_max).",
                 retry_after_s=self.wait_s(now_s),
             )
 

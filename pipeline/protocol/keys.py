@@ -34,6 +34,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     requests_per_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     in_flight_max: _Count | None = None
     in_flight_bytes_max: _Count | None = None
+    queued_tokens_max: _Count | None = None
     reply_tokens_max: _Count | None = None
     personas: bool = False
     """Whether it may publish its creators' personas."""
@@ -75,11 +76,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class KeyUse(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """What a bearer key uses at one gateway: requests a second let in, and requests and bytes in flight."""
+    """What a bearer key uses at one gateway: requests a second let in, requests and bytes in flight, prompt tokens queued."""
 
     rate: float = 0.0
     requests: int = 0
     bytes: int = 0
+    tokens: int = 0
 
 
 class Keyring:

@@ -4,6 +4,9 @@ A request holds a **place** from its first byte to its end. It is counted three 
 its key, and, once its body says whose it is, for its creator. A key has a rate as well, in a bucket that holds `KEY_BURST_S`
 of it. What is over a bound is refused at once, and told when the next place, or the next turn, comes that nobody was promised.
 
+From then on until its reply begins, its prompt is **queued**, and its tokens are counted in the same three places. They are
+estimated (`lengths.py`), so a prompt that is more than a bound alone is let in all the same where nothing else is queued.
+
 A key's bounds are of all gateways together. None of them leads: each says in its presence what the key uses there, and takes
 of a bound what the others leave, or an equal part where that is more:
 
@@ -25,15 +28,18 @@ from pipeline.errors import BodyTooLarge, CapacityError, CreatorBusy, KeyBusy, R
 from pipeline.limits import KEY_BURST_S, KEY_RATE_MEMORY_S, KEYS_SAID_MAX
 from pipeline.protocol.admission import RETRY_AFTER_MAX_S, RETRY_AFTER_MIN_S, DrainRate, Waits
 from pipeline.protocol.keys import Key, KeyUse
+from pipeline.protocol.lengths import Lengths
 from pipeline.protocol.messages import Presence
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator's. Bytes are of the bodies of requests in flight."""
+    """The operator's. Bytes are of the bodies of requests in flight, tokens of the prompts of which no reply has begun."""
 
     bytes_max: int
     creator_requests_max: int
     creator_bytes_max: int
+    tokens_max: float = math.inf
+    creator_tokens_max: float = math.inf
 
 
 class Others(msgspec.Struct, frozen=True):
@@ -53,7 +59,12 @@ class Others(msgspec.Struct, frozen=True):
             gateways += 1
             for name, use in peer.keys.items():
                 known = used.get(name, KeyUse())
-                used[name] = KeyUse(known.rate + use.rate, known.requests + use.requests, known.bytes + use.bytes)
+                used[name] = KeyUse(
+                    known.rate + use.rate,
+                    known.requests + use.requests,
+                    known.bytes + use.bytes,
+                    known.tokens + use.tokens,
+                )
         return cls(used, gateways)
 
     def leave(self, bound: float, used: float) -> float:
@@ -62,12 +73,14 @@ class Others(msgspec.Struct, frozen=True):
 
 
 class Share:
-    """What one creator or one key has now."""
+    """What one creator or one key has now. `begins` says how fast its queued prompts come to their replies."""
 
     def __init__(self) -> None:
         self.requests = 0
         self.bytes = 0
+        self.tokens = 0
         self.waits = Waits()
+        self.begins = Waits()
 
 
 class Bucket:
@@ -101,19 +114,24 @@ class Place:
         self._shares, self._key, self._share, self._others = shares, key, share, others
         self._creator: str | None = None
         self._bytes = 0
+        self._tokens = 0
+        self._referred = False
 
     def grow(self, size: int, now_s: float) -> None:
         """So many bytes more. Raises `CapacityError` where they are too many in all, `KeyBusy` where they are for the key."""
         shares, key, share = self._shares, self._key, self._share
         _check_bytes(self._bytes + size, shares.bounds.bytes_max)
         if shares.bytes + size > shares.bounds.bytes_max:
-            raise CapacityError("This gateway holds as many bytes as it may.", retry_after_s=shares.waits.wait_s(now_s))
+            raise CapacityError(
+                "This gateway holds as many bytes as it may (gateway.in_flight_bytes_max).",
+                retry_after_s=shares.waits.wait_s(now_s),
+            )
         if key is not None and share is not None and key.in_flight_bytes_max is not None:
             _check_bytes(self._bytes + size, key.in_flight_bytes_max)
             used = self._others.used.get(key.name, KeyUse()).bytes
             if share.bytes + size > self._others.leave(key.in_flight_bytes_max, used):
                 raise KeyBusy(
-                    f"The key {key.name!r} has as many bytes in flight as it may.",
+                    f"The key {key.name!r} has as many bytes in flight as it may (its in_flight_bytes_max).",
                     retry_after_s=share.waits.wait_s(now_s),
                 )
         self._bytes += size
@@ -121,8 +139,11 @@ class Place:
         if share is not None:
             share.bytes += size
 
-    def enter(self, creator: str, now_s: float) -> None:
-        """It is this creator's (a subject token). Raises `CreatorBusy` where that has all that one may have."""
+    def enter(self, creator: str, now_s: float, *, referred: bool = False) -> None:
+        """It is this creator's (a subject token), and its prompt is queued from now on. `referred`: see `Lengths`.
+
+        Raises `CreatorBusy` where that creator has all that one may have, `KeyBusy` and `CapacityError` for too many tokens.
+        """
         assert self._creator is None
         bounds, shares = self._shares.bounds, self._shares
         _check_bytes(self._bytes, bounds.creator_bytes_max)
@@ -131,16 +152,39 @@ class Place:
             share = shares.creators[creator] = Share()
         elif share.requests >= bounds.creator_requests_max or share.bytes + self._bytes > bounds.creator_bytes_max:
             raise CreatorBusy(
-                f"This creator has {share.requests} requests in flight here, as much as one may have.",
+                f"This creator has {share.requests} requests of {share.bytes} bytes in flight here, as much as one may have "
+                "(gateway.creator_in_flight_max, gateway.creator_in_flight_bytes_max).",
                 retry_after_s=share.waits.wait_s(now_s),
             )
+        tokens = shares.lengths.tokens(self._bytes, referred=referred)
+        try:
+            self._check_tokens(share, tokens, now_s)
+        except CapacityError:
+            if not share.requests:
+                del shares.creators[creator]
+            raise
         share.requests += 1
         share.bytes += self._bytes
-        self._creator = creator
+        self._creator, self._referred = creator, referred
+        self._queue(tokens)
 
-    def leave(self, now_s: float, *, drained: bool = False) -> None:
-        """It has ended. `drained`: it had reached the queue, so its end says how fast places become free."""
+    def begun(self, now_s: float) -> None:
+        """Its reply has begun: the prompt is not queued any more."""
+        if not self._tokens:
+            return
+        for held in (self._shares, *self._holders()):
+            held.begins.freed(now_s)
+        self._queue(-self._tokens)
+
+    def leave(self, now_s: float, *, drained: bool = False, prompt_tokens: int | None = None) -> None:
+        """It has ended. `drained`: it had reached the queue, so its end says how fast places become free.
+
+        `prompt_tokens` is what its prompt has come to, where its reply says so.
+        """
         shares, share, creator = self._shares, self._share, self._creator
+        if prompt_tokens is not None:
+            shares.lengths.learn(self._bytes, prompt_tokens, referred=self._referred)
+        self._queue(-self._tokens)
         shares.bytes -= self._bytes
         held = [shares.waits]
         if share is not None:
@@ -157,14 +201,52 @@ class Place:
         for waits in held if drained else ():
             waits.freed(now_s)
 
+    def _holders(self) -> tuple[Share, ...]:
+        """The key and the creator that it is counted for."""
+        of_creator = None if self._creator is None else self._shares.creators[self._creator]
+        return tuple(share for share in (self._share, of_creator) if share is not None)
+
+    def _queue(self, tokens: int) -> None:
+        """So many more are queued, or fewer."""
+        self._tokens += tokens
+        for held in (self._shares, *self._holders()):
+            held.tokens += tokens
+
+    def _check_tokens(self, of_creator: Share, tokens: int, now_s: float) -> None:
+        """Raise where the prompts that are queued, with this one, are too long. First for whom the fewest others are refused."""
+        shares, key, share = self._shares, self._key, self._share
+        if _too_many(of_creator.tokens, tokens, shares.bounds.creator_tokens_max):
+            raise CreatorBusy(
+                f"This creator has about {of_creator.tokens} prompt tokens queued here, and this request about {tokens}: "
+                f"one may have {shares.bounds.creator_tokens_max} (gateway.creator_queued_tokens_max).",
+                retry_after_s=of_creator.begins.wait_s(now_s),
+            )
+        if key is not None and share is not None and key.queued_tokens_max is not None:
+            used = self._others.used.get(key.name, KeyUse()).tokens
+            if _too_many(share.tokens, tokens, self._others.leave(key.queued_tokens_max, used)):
+                raise KeyBusy(
+                    f"The key {key.name!r} has about {share.tokens + used} prompt tokens queued, and this request about "
+                    f"{tokens}: it may have {key.queued_tokens_max} (its queued_tokens_max).",
+                    retry_after_s=share.begins.wait_s(now_s),
+                )
+        if _too_many(shares.tokens, tokens, shares.bounds.tokens_max):
+            raise CapacityError(
+                f"About {shares.tokens} prompt tokens are queued by this gateway, and this request has about {tokens}: "
+                f"it takes {shares.bounds.tokens_max} (gateway.queued_tokens_max).",
+                retry_after_s=shares.begins.wait_s(now_s),
+            )
+
 
 class Shares:
     """All places of one gateway. Bounded by the requests in flight, and by the keys that there are."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
+        self.lengths = Lengths()
         self.bytes = 0
+        self.tokens = 0
         self.waits = Waits()
+        self.begins = Waits()
         self.creators: dict[str, Share] = {}
         self.keys: dict[str, Share] = {}
         self._buckets: dict[str, Bucket] = {}
@@ -179,7 +261,7 @@ class Shares:
             1, int(others.leave(key.in_flight_max, used.requests))
         ):
             raise KeyBusy(
-                f"The key {key.name!r} has {share.requests} requests in flight here, as many as it may.",
+                f"The key {key.name!r} has {share.requests} requests in flight here, as many as it may (its in_flight_max).",
                 retry_after_s=share.waits.wait_s(now_s),
             )
         self._take_turn(key, others, used, now_s)
@@ -203,7 +285,7 @@ class Shares:
     def _use(self, name: str, share: Share, now_s: float) -> KeyUse:
         bucket = self._buckets.get(name)
         rate = round(bucket.used.per_s(now_s), 2) if bucket is not None and bucket.used.measured else 0.0
-        return KeyUse(rate, share.requests, share.bytes)
+        return KeyUse(rate, share.requests, share.bytes, share.tokens)
 
     def _take_turn(self, key: Key, others: Others, used: KeyUse, now_s: float) -> None:
         if key.requests_per_s is None:
@@ -213,10 +295,15 @@ class Shares:
         wait_s = self._buckets.setdefault(key.name, Bucket()).take(rate, depth, now_s)
         if wait_s is not None:
             raise RateExceeded(
-                f"The key {key.name!r} may ask {key.requests_per_s:g} times a second.",
+                f"The key {key.name!r} may ask {key.requests_per_s:g} times a second (its requests_per_s).",
                 retry_after_s=wait_s,
                 in_vain=wait_s > RETRY_AFTER_MAX_S,
             )
+
+
+def _too_many(queued: int, tokens: int, tokens_max: float) -> bool:
+    """Whether they are more than may be. Alone any may: what it has is only an estimate, and it would never come in."""
+    return queued > 0 and queued + tokens > tokens_max
 
 
 def _check_bytes(size: int, bytes_max: int) -> None:

@@ -97,6 +97,9 @@ DECODE_CACHED_TOKENS: Final = Counter(
 )
 OUTPUT_TOKENS: Final = Counter("headrace_output_tokens", "Tokens of whole replies.", registry=REGISTRY)
 IN_FLIGHT: Final = Gauge("headrace_in_flight", "Requests the gateway has accepted and not ended.", registry=REGISTRY)
+QUEUED_TOKENS: Final = Gauge(
+    "headrace_queued_tokens", "Prompt tokens of requests whose reply has not begun, as estimated.", registry=REGISTRY
+)
 DUPLICATE_TOKENS: Final = Counter(
     "headrace_duplicate_tokens", "Tokens dropped because the receiver had them already.", registry=REGISTRY
 )

@@ -102,3 +102,43 @@ async def test_a_creator_that_was_flooded_is_served_again_at_once(broker: NatsSe
         await flooded(served, {"x-creator-id": "flood"}, {})
         served.double.script = saying("yes")
         assert (await served.ask(headers={"x-creator-id": "flood"})).status_code == 200
+
+
+async def test_prompts_whose_replies_have_not_begun_are_bounded_by_their_tokens(broker: NatsServer) -> None:
+    begin, end = anyio.Event(), anyio.Event()
+
+    async def script(job: Job) -> None:
+        await job.claim()
+        await begin.wait()
+        await job.say("yes")
+        await end.wait()
+        await job.done()
+
+    long = [{"role": "user", "content": "x" * 4000}]  # about 1,000 tokens, as long as nothing is known of others
+    async with stack(broker.url, queued_tokens_max=2500, creator_queued_tokens_max=1500) as served:
+        served.double.script = script
+        shares = served.gateway.guests.shares
+        async with anyio.create_task_group() as tasks:
+            for creator in ("ada", "grace"):
+                tasks.start_soon(served.ask, {"messages": long}, {"x-creator-id": creator})
+            with anyio.fail_after(5):
+                while shares.tokens < 2000:
+                    await anyio.sleep(0.005)
+            own = await served.ask({"messages": long}, {"x-creator-id": "ada"})
+            all_of_them = await served.ask({"messages": long}, {"x-creator-id": "alan"})
+            assert (own.status_code, all_of_them.status_code) == (429, 503)
+            assert "(gateway.creator_queued_tokens_max)" in own.json()["error"]["message"]
+            assert "(gateway.queued_tokens_max)" in all_of_them.json()["error"]["message"]
+            assert int(own.headers["retry-after"]) >= 1
+            assert int(all_of_them.headers["retry-after"]) >= 1
+            tasks.start_soon(served.ask, None, {"x-creator-id": "alan"})
+            with anyio.fail_after(5):
+                while served.double.seen < 3:  # a short one fits
+                    await anyio.sleep(0.005)
+            begin.set()
+            with anyio.fail_after(5):
+                while shares.tokens:
+                    await anyio.sleep(0.005)
+            assert served.gateway.admission.in_flight == 3, "their replies have begun, and not ended"
+            end.set()
+        assert shares.lengths.tokens(4000, referred=False) != 1000, "it has learnt from their usage"

@@ -265,3 +265,112 @@ def test_gateways_share_a_rate_and_what_they_give_too_much_is_bounded(
     if jump:
         late = sum(given_s[-200:]) / (200 * tick_s)
         assert 0.85 * rate <= late <= 1.1 * rate
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Queued tokens: four bytes are one, while nothing is measured
+
+
+def queueing(tokens_max: float = 1000, creator_tokens_max: float = 1000) -> Shares:
+    return Shares(
+        Bounds(
+            bytes_max=1_000_000,
+            creator_requests_max=100,
+            creator_bytes_max=1_000_000,
+            tokens_max=tokens_max,
+            creator_tokens_max=creator_tokens_max,
+        )
+    )
+
+
+def test_all_have_so_many_prompt_tokens_queued_until_their_replies_begin() -> None:
+    at = queueing(tokens_max=250)
+    first = entered(at, "ada", 400)
+    entered(at, "grace", 400)
+    with pytest.raises(
+        CapacityError, match=r"About 200 prompt tokens .* this request has about 100: .* 250 "
+    ) as refused:
+        entered(at, "alan", 400)
+    assert (refused.value.status, refused.value.code) == (503, "overloaded")
+    assert "gateway.queued_tokens_max" in str(refused.value)
+    assert refused.value.retry_after_s == RETRY_UNMEASURED_S
+    assert "alan" not in at.creators, "of what was refused nothing is left"
+    first.begun(1.0)
+    first.begun(1.0)
+    assert at.tokens == 100
+    entered(at, "alan", 400, now_s=1.0)
+    first.leave(2.0)
+    assert at.tokens == 200, "what had begun is not given back again"
+
+
+def test_a_creator_has_so_many_prompt_tokens_queued_and_another_one_still_enters() -> None:
+    at = queueing(creator_tokens_max=150)
+    entered(at, "ada", 400)
+    with pytest.raises(CreatorBusy, match=r"gateway\.creator_queued_tokens_max") as refused:
+        entered(at, "ada", 400)
+    assert (refused.value.status, at.tokens) == (429, 100)
+    entered(at, "ada", 200)
+    entered(at, "grace", 400)
+    assert at.tokens == 250
+
+
+def test_a_key_has_so_many_prompt_tokens_queued_at_all_gateways_together() -> None:
+    at, a = queueing(), key(queued_tokens_max=150)
+    first = entered(at, "ada", 400, of=a)
+    with pytest.raises(
+        KeyBusy, match=r"'a' has about 100 .* 100: it may have 150 \(its queued_tokens_max\)"
+    ) as refused:
+        entered(at, "grace", 400, of=a)
+    assert refused.value.status == 429
+    entered(at, "grace", 400, of=key("b"))
+    assert at.used(0.0)["a"] == KeyUse(requests=1, bytes=400, tokens=100)
+    first.begun(1.0)
+    assert at.used(1.0)["a"] == KeyUse(requests=1, bytes=400)
+    elsewhere = Presence(
+        role="gateway", id="g2", epoch="e", ready=True, keys={"a": KeyUse(requests=1, bytes=1, tokens=100)}
+    )
+    place = at.arrive(a, Others.among([elsewhere], "g1"), 2.0)
+    place.grow(200, 2.0)
+    place.enter("ada", 2.0)
+    more = at.arrive(a, Others.among([elsewhere], "g1"), 2.0)
+    more.grow(200, 2.0)
+    with pytest.raises(KeyBusy, match="about 150 "):
+        more.enter("ada", 2.0)
+
+
+def test_a_prompt_that_is_more_than_may_be_queued_enters_where_nothing_else_is() -> None:
+    at = queueing(tokens_max=10, creator_tokens_max=10)
+    place = entered(at, size=4000)
+    with pytest.raises(CreatorBusy):
+        entered(at, size=4)
+    place.leave(1.0)
+    assert at.tokens == 0
+    entered(at, size=4000)
+
+
+def test_how_long_prompts_are_is_learnt_from_their_replies() -> None:
+    at = queueing()
+    entered(at, size=400).leave(1.0, drained=True, prompt_tokens=200)
+    place = entered(at, size=400)
+    assert at.tokens == 200
+    place.leave(1.0)
+    by_reference = at.arrive(None, ALONE, 2.0)
+    by_reference.grow(80, 2.0)
+    by_reference.enter("ada", 2.0, referred=True)
+    assert at.tokens == 20
+    by_reference.leave(3.0, drained=True, prompt_tokens=900)
+    again = at.arrive(None, ALONE, 4.0)
+    again.grow(60, 4.0)
+    again.enter("ada", 4.0, referred=True)
+    assert at.tokens == 900
+
+
+def test_the_wait_for_a_place_in_the_queue_follows_how_fast_replies_begin() -> None:
+    at = queueing(tokens_max=250)
+    places = [entered(at, f"c{number}", 400) for number in range(2)]
+    for second in range(30):
+        places[-2].begun(float(second))
+        places.append(entered(at, f"c{second}", 400, now_s=float(second)))
+    with pytest.raises(CapacityError) as refused:
+        entered(at, "late", 400, now_s=29.0)
+    assert refused.value.retry_after_s == pytest.approx(1.0, rel=0.3)
