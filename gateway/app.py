@@ -138,7 +138,7 @@ class Gateway:
 
     def presence(self) -> Presence:
         """What it says of itself. Its id is the second token of its reply subjects, so that workers can tell when it is gone."""
-        metrics.QUEUED_TOKENS.set(self.guests.shares.tokens)
+        metrics.QUEUED_TOKENS.set(self.guests.shares.queue.tokens)
         return Presence(
             role="gateway",
             id=self.process,

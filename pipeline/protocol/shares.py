@@ -20,7 +20,7 @@ of them together the queue itself bounds a creator (`max_msgs_per_subject`).
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -72,15 +72,22 @@ class Others(msgspec.Struct, frozen=True):
         return max(bound - used, bound / self.gateways)
 
 
+class Queue:
+    """Prompt tokens that are queued, and how fast queued prompts come to their replies."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.waits = Waits()
+
+
 class Share:
-    """What one creator or one key has now. `begins` says how fast its queued prompts come to their replies."""
+    """What one creator or one key has now."""
 
     def __init__(self) -> None:
         self.requests = 0
         self.bytes = 0
-        self.tokens = 0
         self.waits = Waits()
-        self.begins = Waits()
+        self.queue = Queue()
 
 
 class Bucket:
@@ -158,7 +165,7 @@ class Place:
             )
         tokens = shares.lengths.tokens(self._bytes, referred=referred)
         try:
-            self._check_tokens(share, tokens, now_s)
+            self._check_tokens(share.queue, tokens, now_s)
         except CapacityError:
             if not share.requests:
                 del shares.creators[creator]
@@ -172,8 +179,8 @@ class Place:
         """Its reply has begun: the prompt is not queued any more."""
         if not self._tokens:
             return
-        for held in (self._shares, *self._holders()):
-            held.begins.freed(now_s)
+        for queue in self._queues():
+            queue.waits.freed(now_s)
         self._queue(-self._tokens)
 
     def leave(self, now_s: float, *, drained: bool = False, prompt_tokens: int | None = None) -> None:
@@ -201,39 +208,42 @@ class Place:
         for waits in held if drained else ():
             waits.freed(now_s)
 
-    def _holders(self) -> tuple[Share, ...]:
-        """The key and the creator that it is counted for."""
-        of_creator = None if self._creator is None else self._shares.creators[self._creator]
-        return tuple(share for share in (self._share, of_creator) if share is not None)
+    def _queues(self) -> Iterator[Queue]:
+        """Where its prompt is counted."""
+        yield self._shares.queue
+        if self._share is not None:
+            yield self._share.queue
+        if self._creator is not None:
+            yield self._shares.creators[self._creator].queue
 
     def _queue(self, tokens: int) -> None:
         """So many more are queued, or fewer."""
         self._tokens += tokens
-        for held in (self._shares, *self._holders()):
-            held.tokens += tokens
+        for queue in self._queues():
+            queue.tokens += tokens
 
-    def _check_tokens(self, of_creator: Share, tokens: int, now_s: float) -> None:
+    def _check_tokens(self, of_creator: Queue, tokens: int, now_s: float) -> None:
         """Raise where the prompts that are queued, with this one, are too long. First for whom the fewest others are refused."""
         shares, key, share = self._shares, self._key, self._share
         if _too_many(of_creator.tokens, tokens, shares.bounds.creator_tokens_max):
             raise CreatorBusy(
                 f"This creator has about {of_creator.tokens} prompt tokens queued here, and this request about {tokens}: "
                 f"one may have {shares.bounds.creator_tokens_max} (gateway.creator_queued_tokens_max).",
-                retry_after_s=of_creator.begins.wait_s(now_s),
+                retry_after_s=of_creator.waits.wait_s(now_s),
             )
         if key is not None and share is not None and key.queued_tokens_max is not None:
             used = self._others.used.get(key.name, KeyUse()).tokens
-            if _too_many(share.tokens, tokens, self._others.leave(key.queued_tokens_max, used)):
+            if _too_many(share.queue.tokens, tokens, self._others.leave(key.queued_tokens_max, used)):
                 raise KeyBusy(
-                    f"The key {key.name!r} has about {share.tokens + used} prompt tokens queued, and this request about "
+                    f"The key {key.name!r} has about {share.queue.tokens + used} prompt tokens queued, and this request about "
                     f"{tokens}: it may have {key.queued_tokens_max} (its queued_tokens_max).",
-                    retry_after_s=share.begins.wait_s(now_s),
+                    retry_after_s=share.queue.waits.wait_s(now_s),
                 )
-        if _too_many(shares.tokens, tokens, shares.bounds.tokens_max):
+        if _too_many(shares.queue.tokens, tokens, shares.bounds.tokens_max):
             raise CapacityError(
-                f"About {shares.tokens} prompt tokens are queued by this gateway, and this request has about {tokens}: "
+                f"About {shares.queue.tokens} prompt tokens are queued by this gateway, and this request has about {tokens}: "
                 f"it takes {shares.bounds.tokens_max} (gateway.queued_tokens_max).",
-                retry_after_s=shares.begins.wait_s(now_s),
+                retry_after_s=shares.queue.waits.wait_s(now_s),
             )
 
 
@@ -244,9 +254,8 @@ class Shares:
         self.bounds = bounds
         self.lengths = Lengths()
         self.bytes = 0
-        self.tokens = 0
         self.waits = Waits()
-        self.begins = Waits()
+        self.queue = Queue()
         self.creators: dict[str, Share] = {}
         self.keys: dict[str, Share] = {}
         self._buckets: dict[str, Bucket] = {}
@@ -285,7 +294,7 @@ class Shares:
     def _use(self, name: str, share: Share, now_s: float) -> KeyUse:
         bucket = self._buckets.get(name)
         rate = round(bucket.used.per_s(now_s), 2) if bucket is not None and bucket.used.measured else 0.0
-        return KeyUse(rate, share.requests, share.bytes, share.tokens)
+        return KeyUse(rate, share.requests, share.bytes, share.queue.tokens)
 
     def _take_turn(self, key: Key, others: Others, used: KeyUse, now_s: float) -> None:
         if key.requests_per_s is None:

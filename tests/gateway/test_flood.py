@@ -122,7 +122,7 @@ async def test_prompts_whose_replies_have_not_begun_are_bounded_by_their_tokens(
             for creator in ("ada", "grace"):
                 tasks.start_soon(served.ask, {"messages": long}, {"x-creator-id": creator})
             with anyio.fail_after(5):
-                while shares.tokens < 2000:
+                while shares.queue.tokens < 2000:
                     await anyio.sleep(0.005)
             own = await served.ask({"messages": long}, {"x-creator-id": "ada"})
             all_of_them = await served.ask({"messages": long}, {"x-creator-id": "alan"})
@@ -137,7 +137,7 @@ async def test_prompts_whose_replies_have_not_begun_are_bounded_by_their_tokens(
                     await anyio.sleep(0.005)
             begin.set()
             with anyio.fail_after(5):
-                while shares.tokens:
+                while shares.queue.tokens:
                     await anyio.sleep(0.005)
             assert served.gateway.admission.in_flight == 3, "their replies have begun, and not ended"
             end.set()

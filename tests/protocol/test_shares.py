@@ -297,10 +297,10 @@ def test_all_have_so_many_prompt_tokens_queued_until_their_replies_begin() -> No
     assert "alan" not in at.creators, "of what was refused nothing is left"
     first.begun(1.0)
     first.begun(1.0)
-    assert at.tokens == 100
+    assert at.queue.tokens == 100
     entered(at, "alan", 400, now_s=1.0)
     first.leave(2.0)
-    assert at.tokens == 200, "what had begun is not given back again"
+    assert at.queue.tokens == 200, "what had begun is not given back again"
 
 
 def test_a_creator_has_so_many_prompt_tokens_queued_and_another_one_still_enters() -> None:
@@ -308,10 +308,10 @@ def test_a_creator_has_so_many_prompt_tokens_queued_and_another_one_still_enters
     entered(at, "ada", 400)
     with pytest.raises(CreatorBusy, match=r"gateway\.creator_queued_tokens_max") as refused:
         entered(at, "ada", 400)
-    assert (refused.value.status, at.tokens) == (429, 100)
+    assert (refused.value.status, at.queue.tokens) == (429, 100)
     entered(at, "ada", 200)
     entered(at, "grace", 400)
-    assert at.tokens == 250
+    assert at.queue.tokens == 250
 
 
 def test_a_key_has_so_many_prompt_tokens_queued_at_all_gateways_together() -> None:
@@ -344,7 +344,7 @@ def test_a_prompt_that_is_more_than_may_be_queued_enters_where_nothing_else_is()
     with pytest.raises(CreatorBusy):
         entered(at, size=4)
     place.leave(1.0)
-    assert at.tokens == 0
+    assert at.queue.tokens == 0
     entered(at, size=4000)
 
 
@@ -352,17 +352,17 @@ def test_how_long_prompts_are_is_learnt_from_their_replies() -> None:
     at = queueing()
     entered(at, size=400).leave(1.0, drained=True, prompt_tokens=200)
     place = entered(at, size=400)
-    assert at.tokens == 200
+    assert at.queue.tokens == 200
     place.leave(1.0)
     by_reference = at.arrive(None, ALONE, 2.0)
     by_reference.grow(80, 2.0)
     by_reference.enter("ada", 2.0, referred=True)
-    assert at.tokens == 20
+    assert at.queue.tokens == 20
     by_reference.leave(3.0, drained=True, prompt_tokens=900)
     again = at.arrive(None, ALONE, 4.0)
     again.grow(60, 4.0)
     again.enter("ada", 4.0, referred=True)
-    assert at.tokens == 900
+    assert at.queue.tokens == 900
 
 
 def test_the_wait_for_a_place_in_the_queue_follows_how_fast_replies_begin() -> None:
