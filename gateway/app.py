@@ -37,7 +37,7 @@ from gateway.replies import Replies
 from gateway.routing import Routing
 from gateway.vigil import Vigil
 from gateway.warm import Warm
-from pipeline import outside
+from pipeline import outside, tls
 from pipeline.bus.background import Background
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
@@ -247,6 +247,7 @@ def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
 
 def serve(config: Config, source: Path | None = None) -> None:
     """Serve until SIGINT or SIGTERM, then let open replies end. Raises `OperatorError`. `source`: see `create_app`."""
+    tls.server_files(config.gateway)
     listening = listen_on(config.gateway.host, config.gateway.port)
     with listening as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve_on(sock, config, source))
@@ -258,8 +259,9 @@ async def serve_on(sock: socket.socket, config: Config, source: Path | None = No
     # We enter the lifespan ourselves: uvicorn would turn a set-up that cannot work into a traceback.
     async with app.router.lifespan_context(app):
         host, port = sock.getsockname()[:2]
-        log.info("serving", host=host, port=port)
-        await Server(app, DRAIN_RATIO * config.up.drain_s).serve(sockets=[sock])
+        files = tls.server_files(config.gateway)
+        log.info("serving", host=host, port=port, tls=files is not None)
+        await Server(app, DRAIN_RATIO * config.up.drain_s, files).serve(sockets=[sock])
 
 
 def listen_on(host: str, port: int) -> socket.socket:
@@ -278,9 +280,13 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, that ends streams with an error rather than by cutting them off, and leaves by returning."""
+    """uvicorn, that ends streams with an error rather than by cutting them off, and leaves by returning.
 
-    def __init__(self, app: Starlette, drain_s: float) -> None:
+    `tls`: certificate and key.
+    """
+
+    def __init__(self, app: Starlette, drain_s: float, tls: tuple[Path, Path] | None = None) -> None:
+        cert, key = tls or (None, None)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -294,6 +300,8 @@ class Server(uvicorn.Server):
                 server_header=False,
                 headers=SECURITY_HEADERS,
                 backlog=BACKLOG,
+                ssl_certfile=cert,
+                ssl_keyfile=key,
                 timeout_keep_alive=math.ceil(KEEP_ALIVE_S),
                 timeout_graceful_shutdown=math.ceil(drain_s) + 1,
             )

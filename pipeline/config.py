@@ -59,6 +59,9 @@ class Gateway(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sites whose pages may call this gateway from a browser, as `https://chat.example`; `*` is any. None: none may."""
     open_pages: tuple[Literal["/metrics", "/v1/routes"], ...] = ("/metrics",)
     """Operators' pages that need no key where there are keys."""
+    tls_cert: str = ""
+    """The certificate, with its chain, in PEM. With it and its key the door speaks HTTPS, and nothing else."""
+    tls_key: str = ""
     keys: tuple[Key, ...] = ()
 
 

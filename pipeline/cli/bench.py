@@ -18,7 +18,7 @@ import msgspec
 import typer
 
 from pipeline.cli import client
-from pipeline.cli.options import ConfigOption, UrlOption, configuration
+from pipeline.cli.options import CaOption, ConfigOption, UrlOption, configuration
 from pipeline.errors import OperatorError
 
 WORDS: Final = (
@@ -76,6 +76,7 @@ def bench(
     duration: Annotated[float, typer.Option("--duration", min=1.0, help="Of a scenario: seconds measured.")] = 40.0,
     seed: Annotated[int, typer.Option("--seed", help="Of a scenario.")] = 1,
     url: UrlOption = None,
+    ca: CaOption = None,
     config: ConfigOption = None,
 ) -> None:
     """Measure the running stack: times, tokens, cache hits. Or, with --scenario, plan for one, without it.
@@ -87,7 +88,7 @@ def bench(
     if scenario is not None:
         print(plan(scenario, engine, duration, seed, as_json=as_json))
         return
-    gateway = client.gateway_url(url, configuration(config))
+    gateway = client.gateway(url, ca, configuration(config))
     load = Load(
         requests=requests,
         concurrency=concurrency,
@@ -121,7 +122,7 @@ def _told(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-async def run(gateway: str, load: Load) -> Report:
+async def run(gateway: client.Gateway, load: Load) -> Report:
     """Send the load, `concurrency` requests at a time, and report."""
     replies: list[client.Reply] = []
     numbers = iter(range(load.requests))

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from pipeline.cli import client
-from pipeline.cli.options import ConfigOption, UrlOption, configuration
+from pipeline.cli.options import CaOption, ConfigOption, UrlOption, configuration
 from pipeline.errors import OperatorError
 
 
@@ -21,6 +21,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="System prompt: text, or @FILE.")] = None,
     url: UrlOption = None,
+    ca: CaOption = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Longest reply.")] = None,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, max=2.0, help="0: always the likeliest token.")
@@ -32,7 +33,7 @@ def chat(
 
     Example: headrace chat "What is the capital of France?" --creator ada
     """
-    gateway = client.gateway_url(url, configuration(config))
+    gateway = client.gateway(url, ca, configuration(config))
     body = client.chat_body(message, system=text_of(system), max_tokens=max_tokens, temperature=temperature)
     reply = asyncio.run(client.chat(gateway, body, creator, (lambda _: None) if as_json else _write))
     _conclude(reply, as_json=as_json)

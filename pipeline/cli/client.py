@@ -1,6 +1,7 @@
 """A client of the gateway: one streamed chat, timed, and which gateway to ask."""
 
 import os
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Final
 import msgspec
 import psutil
 
+from pipeline import tls
 from pipeline.cli import http
 from pipeline.config import Config
 from pipeline.paths import state_folder
@@ -25,18 +27,36 @@ LAST_RUN: Final = "last.json"
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client reads of `endpoints.json`: the process that holds the stack, and its gateway."""
+    """What a client reads of `endpoints.json`: the process that holds the stack, its gateway, and that one's certificate."""
 
     pid: int
     gateway: str
+    certificate: str = ""
 
 
-def gateway_url(url: str | None, config: Config) -> str:
-    """The gateway that was asked for, else that of the running `headrace up`, else the configured one."""
+class Gateway(msgspec.Struct, frozen=True):
+    """Where to ask, and for https whose certificates to believe; None: those that the system trusts."""
+
+    url: str
+    trust: ssl.SSLContext | None = None
+
+
+def gateway(url: str | None, ca: Path | None, config: Config) -> Gateway:
+    """The gateway that was asked for, else that of the running `headrace up`, else the configured one.
+
+    The last two are known by their own certificate, unless `ca` says who must have signed it. Raises `OperatorError`.
+    """
     if url:
-        return url.rstrip("/")
-    running = last_run(state_folder(config.up.state_dir) / LAST_RUN)
-    return running.gateway if running else f"http://{config.gateway.host}:{config.gateway.port or 8000}"
+        return Gateway(url.rstrip("/"), tls.trusting(ca))
+    found = last_run(state_folder(config.up.state_dir) / LAST_RUN) or _configured(config)
+    ours = tls.trusting_ours(found.certificate) if found.certificate and ca is None else None
+    return Gateway(found.gateway, ours or tls.trusting(ca))
+
+
+def _configured(config: Config) -> Endpoints:
+    scheme = "https" if config.gateway.tls_cert else "http"
+    url = f"{scheme}://{config.gateway.host}:{config.gateway.port or 8000}"
+    return Endpoints(pid=0, gateway=url, certificate=config.gateway.tls_cert)
 
 
 def last_run(path: Path) -> Endpoints | None:
@@ -147,16 +167,22 @@ def chat_body(message: str, *, system: str | None, max_tokens: int | None, **fie
     return body | ({"max_tokens": max_tokens} if max_tokens is not None else {})
 
 
-async def chat(url: str, body: dict[str, Any], creator: str | None, on_text: Callable[[str], None]) -> Reply:
+async def chat(at: Gateway, body: dict[str, Any], creator: str | None, on_text: Callable[[str], None]) -> Reply:
     """Stream one reply; `on_text` gets its pieces. Never raises for what the gateway answers: see `Reply.error`."""
-    reply, started_s = Reply(), time.perf_counter()
+    reply, started_s, url = Reply(), time.perf_counter(), at.url
+    payload = msgspec.json.encode(body)
     try:
         async with http.requested(
-            "POST", f"{url}/v1/chat/completions", body=msgspec.json.encode(body), headers=_headers(creator)
+            "POST", f"{url}/v1/chat/completions", body=payload, headers=_headers(creator), trust=at.trust
         ) as response:
             await _follow(response, reply, started_s, on_text)
     except ConnectionRefusedError:
         reply.error = f"No gateway answers at {url}. Start one with `headrace up`, or give --url."
+    except ssl.SSLCertVerificationError as error:
+        reply.error = (
+            f"The certificate of {url} is not trusted: {error.verify_message}. "
+            "Give the certificate of who has signed it with --ca."
+        )
     except OSError as error:
         reply.error = f"The gateway {url} broke off: {error}."
     reply.e2e_s = time.perf_counter() - started_s

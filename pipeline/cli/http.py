@@ -81,14 +81,21 @@ class Response:
 
 @asynccontextmanager
 async def requested(
-    method: str, url: str, *, body: bytes = b"", headers: Mapping[str, str] | None = None
+    method: str,
+    url: str,
+    *,
+    body: bytes = b"",
+    headers: Mapping[str, str] | None = None,
+    trust: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Response]:
     """Send one request; the block reads its response. Leaving the block closes the connection.
+
+    `trust`: for https, whose certificates are good; None: those that the system trusts.
 
     Raises `OSError` (`ConnectionError` among them) where the server cannot be reached or breaks off.
     """
     where = split(url)
-    tls = ssl.create_default_context() if where.scheme == "https" else None
+    tls = (trust or ssl.create_default_context()) if where.scheme == "https" else None
     port = where.port or (443 if tls else 80)
     reader, writer = await asyncio.open_connection(where.hostname, port, ssl=tls)
     try:
@@ -102,10 +109,10 @@ async def requested(
             await writer.wait_closed()
 
 
-async def get(url: str, timeout_s: float) -> tuple[int, bytes]:
+async def get(url: str, timeout_s: float, trust: ssl.SSLContext | None = None) -> tuple[int, bytes]:
     """Status and body of a GET. Raises `OSError` (a timeout is one) where there is no answer."""
     async with asyncio.timeout(timeout_s):
-        async with requested("GET", url) as response:
+        async with requested("GET", url, trust=trust) as response:
             return response.status, await response.body()
 
 

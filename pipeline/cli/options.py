@@ -16,6 +16,14 @@ UrlOption = Annotated[
     str | None,
     typer.Option("--url", help="The gateway. Default: that of the running `headrace up`.", show_default=False),
 ]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        help="PEM file of who has signed the gateway's certificate. Default: the running stack's own, or the system's.",
+        show_default=False,
+    ),
+]
 
 
 def configuration(path: Path | None) -> Config:

@@ -116,7 +116,7 @@ class Stand:
     async def _ask(self, source: Source, creator: str, worker: str) -> Sample:
         persona = " ".join(random.Random(creator).choices(WORDS, k=self._words))
         body = client.chat_body(f"Say {source} twice.", system=persona, max_tokens=REPLY_TOKENS, temperature=0)
-        reply = await client.chat(self._gateway, body, creator, lambda _: None)
+        reply = await client.chat(client.Gateway(self._gateway), body, creator, lambda _: None)
         assert reply.error is None, reply.error
         assert reply.usage.headrace is not None
         assert reply.usage.headrace.prefill == worker, f"{creator} was served by {reply.usage.headrace.prefill}"
@@ -170,7 +170,7 @@ def main(
 async def _main(creators: int, persona_tokens: int, config: Any) -> list[Figures]:
     chosen, samples, run = configuration(config), list[Sample](), f"{time.time_ns():x}"
     async with await Bus.connect(chosen.nats.url, "bench-warmth") as bus:
-        stand = Stand(client.gateway_url(None, chosen), bus, chosen.requests.shards, persona_tokens)
+        stand = Stand(client.gateway(None, None, chosen).url, bus, chosen.requests.shards, persona_tokens)
         await stand.settle()
         for number in range(creators):
             samples += await stand.measure(f"warmth-{run}-{number}")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pipeline.cli import bench
+from pipeline.cli import bench, client
 from pipeline.cli.bench import Load, percentile_ms, prompt, report, table
 from pipeline.cli.client import PromptDetails, Reply, Usage
 from tests.cli import double
@@ -52,7 +52,7 @@ def test_nothing_whole_is_a_report_without_times() -> None:
 def test_a_closed_loop_sends_every_request_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> tuple[bench.Report, int]:
         async with double.gateway(double.WHOLE) as (url, requests):
-            return await bench.run(url, LOAD), len(set(requests))
+            return await bench.run(client.Gateway(url), LOAD), len(set(requests))
 
     outcome, different = asyncio.run(main())
     assert (outcome.completed, outcome.errors, different) == (8, 0, 8)

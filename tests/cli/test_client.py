@@ -23,7 +23,7 @@ def asked(*pieces: bytes, creator: str | None = None) -> tuple[Reply, str, list[
 
     async def main() -> tuple[Reply, list[bytes]]:
         async with double.gateway(*pieces) as (url, requests):
-            return await client.chat(url, BODY, creator, shown.append), requests
+            return await client.chat(client.Gateway(url), BODY, creator, shown.append), requests
 
     reply, requests = asyncio.run(main())
     return reply, "".join(shown), requests
@@ -90,7 +90,7 @@ def test_a_connection_that_breaks_is_an_error(answer: bytes) -> None:
 
 def test_no_gateway_is_said_with_a_remedy() -> None:
     url = f"http://127.0.0.1:{free_ports(1)[0]}"
-    reply = asyncio.run(client.chat(url, BODY, None, lambda _: None))
+    reply = asyncio.run(client.chat(client.Gateway(url), BODY, None, lambda _: None))
     assert reply.error == f"No gateway answers at {url}. Start one with `headrace up`, or give --url."
 
 
@@ -118,10 +118,10 @@ def test_a_get_reads_status_and_body() -> None:
 
 def test_the_gateway_is_the_one_asked_for_else_the_running_one_else_the_configured(tmp_path: Path) -> None:
     config = Config(up=Up(state_dir=str(tmp_path)))
-    assert client.gateway_url("http://elsewhere:1/", config) == "http://elsewhere:1"
-    assert client.gateway_url(None, config) == "http://127.0.0.1:8000"
+    assert client.gateway("http://elsewhere:1/", None, config).url == "http://elsewhere:1"
+    assert client.gateway(None, None, config).url == "http://127.0.0.1:8000"
     last = tmp_path / client.LAST_RUN
     last.write_bytes(msgspec.json.encode({"pid": os.getpid(), "gateway": "http://127.0.0.1:7"}))
-    assert client.gateway_url(None, config) == "http://127.0.0.1:7"
+    assert client.gateway(None, None, config).url == "http://127.0.0.1:7"
     last.write_text("half a")
-    assert client.gateway_url(None, config) == "http://127.0.0.1:8000"
+    assert client.gateway(None, None, config).url == "http://127.0.0.1:8000"

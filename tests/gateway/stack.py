@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 from anyio.abc import SocketAttribute
 
 from gateway.app import DRAIN_RATIO, Gateway, Server, create_app, listen_on
+from pipeline import tls
 from pipeline.bus.connection import Bus
 from pipeline.config import Config, Nats, Up
 from pipeline.config import Gateway as GatewayConfig
@@ -72,11 +74,14 @@ async def serving(
     with listen_on("127.0.0.1", 0) as sock:
         app = create_app(config, source)
         async with app.router.lifespan_context(app):
-            server = Server(app, DRAIN_RATIO * config.up.drain_s)
+            files = tls.server_files(config.gateway)
+            server = Server(app, DRAIN_RATIO * config.up.drain_s, files)
             task = asyncio.create_task(server.serve([sock]))
-            url = url_of(sock)
+            url, verify = url_of(sock), True if files is None else ssl.create_default_context(cafile=files[0])
+            if files is not None:
+                url = url.replace("http", "https")
             try:
-                async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
+                async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False, verify=verify) as client:
                     yield Stack(url, client, app.state.gateway, server, double)
             finally:
                 server.should_exit = True

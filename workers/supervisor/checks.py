@@ -14,6 +14,7 @@ from typing import Final
 
 import psutil
 
+from pipeline import tls
 from pipeline.config import Config
 from pipeline.errors import OperatorError
 
@@ -93,6 +94,7 @@ def check_machine(config: Config, ports: Mapping[int, str]) -> None:
     if not hasattr(os, "pidfd_open"):
         raise OperatorError("`headrace up` needs Linux 5.3 or later.", "Use a container or another host.")
     check_packages(config, lambda module: importlib.util.find_spec(module) is not None)
+    tls.server_files(config.gateway)
     check_memory(config, psutil.virtual_memory().available)
     if config.engine == "vllm":
         check_shared_memory(config, shutil.disk_usage("/dev/shm").free)

@@ -54,9 +54,10 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Answers(msgspec.Struct, frozen=True):
-    """Ready when a GET of `url` is answered with 200."""
+    """Ready when a GET of `url` is answered with 200. `certificate`: where it is https, what it must show."""
 
     url: str
+    certificate: str = ""
 
 
 class Present(msgspec.Struct, frozen=True):
@@ -189,7 +190,8 @@ def ports(config: Config) -> dict[int, str]:
 def gateway_url(config: Config) -> str:
     """Where this machine reaches the gateway."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.gateway.host, config.gateway.host)
-    return f"http://{_bracketed(host)}:{config.gateway.port}"
+    scheme = "https" if config.gateway.tls_cert else "http"
+    return f"{scheme}://{_bracketed(host)}:{config.gateway.port}"
 
 
 def _bracketed(host: str) -> str:
@@ -286,7 +288,7 @@ def _gateway(config: Config, site: Site) -> Unit:
         name="gateway",
         command=_headrace(site, "gateway"),
         environment=overlay(config),
-        ready=Answers(f"{gateway_url(config)}/health"),
+        ready=Answers(f"{gateway_url(config)}/health", config.gateway.tls_cert),
         after=("streams",),
         stage=Stage.GATEWAY,
     )

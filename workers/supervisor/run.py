@@ -15,6 +15,7 @@ from typing import Any, Final
 import anyio
 from anyio.abc import TaskGroup
 
+from pipeline import tls
 from pipeline.cli import http
 from pipeline.config import Config
 from pipeline.errors import OperatorError
@@ -65,8 +66,10 @@ class Slot:
 class Stack:
     """All units of one plan, in one run folder."""
 
-    def __init__(self, config: Config, units: Sequence[Unit], run_folder: Path, screen: Screen, gate: str = "") -> None:
-        """`gate` is a URL that must answer, after all units are ready, before the stack is."""
+    def __init__(
+        self, config: Config, units: Sequence[Unit], run_folder: Path, screen: Screen, gate: Answers | None = None
+    ) -> None:
+        """`gate` must answer, after all units are ready, before the stack is."""
         self._config = config
         self._gate = gate
         self._units = units
@@ -121,7 +124,8 @@ class Stack:
                     await self._poll(self._complete)
                     group.cancel_scope.cancel()
         except TimeoutError:
-            waited = [name for name, slot in self._slots.items() if not slot.ready.is_set()] or [self._gate]
+            waited = [name for name, slot in self._slots.items() if not slot.ready.is_set()]
+            waited += [] if waited or self._gate is None else [self._gate.url]
             raise OperatorError(
                 f"Not ready after {limit_s:g} s: still waiting for {', '.join(waited)}.",
                 f"See the logs in {self._folder / 'logs'}, or raise up.start_timeout_s.",
@@ -134,7 +138,7 @@ class Stack:
     async def _complete(self) -> bool:
         if not all(slot.ready.is_set() for slot in self._slots.values()):
             return False
-        return not self._gate or await _answers(self._gate)
+        return self._gate is None or await _answers(self._gate)
 
     async def _draw(self) -> None:
         while True:
@@ -188,7 +192,7 @@ class Stack:
     async def _announce(self, slot: Slot) -> None:
         ready, process = slot.unit.ready, slot.process
         if isinstance(ready, Answers):
-            await self._poll(lambda: _answers(ready.url))
+            await self._poll(lambda: _answers(ready))
         elif isinstance(ready, Present):
             former = self._roster.epoch(ready.role, ready.id)
             await self._poll(lambda: _now(self._roster.ready(ready.role, ready.id, former)))
@@ -268,6 +272,7 @@ def endpoints(config: Config, run_folder: Path, slots: Iterable[Slot]) -> dict[s
     return {
         "pid": os.getpid(),
         "gateway": plan.gateway_url(config),
+        "certificate": str(Path(config.gateway.tls_cert).expanduser().absolute()) if config.gateway.tls_cert else "",
         "nats": config.nats.url,
         "nats_monitor": f"http://127.0.0.1:{config.nats.monitor_port}",
         "engine": config.engine,
@@ -291,9 +296,10 @@ def remove(leftovers: Sequence[Path]) -> None:
         path.unlink(missing_ok=True)
 
 
-async def _answers(url: str) -> bool:
+async def _answers(at: Answers) -> bool:
+    trust = tls.trusting_ours(at.certificate) if at.certificate else None
     try:
-        status, _ = await http.get(url, PROBE_TIMEOUT_S)
+        status, _ = await http.get(at.url, PROBE_TIMEOUT_S, trust)
     except OSError:
         return False
     return status == 200

@@ -8,6 +8,7 @@ from typing import Final
 
 import anyio
 
+from pipeline import tls
 from pipeline.cli import client
 from pipeline.config import Config, load
 from pipeline.paths import NATS_CONFIG, require, state_folder
@@ -46,20 +47,21 @@ def up(config_path: Path, options: Options, ask: str | None) -> None:
 
 
 async def _run(config: Config, units: Sequence[Unit], run_folder: Path, ask: str | None) -> None:
-    screen = Screen()
+    screen, url, certificate = Screen(), plan.gateway_url(config), config.gateway.tls_cert
 
     async def live() -> None:
         screen.answer(greeting(config, run_folder))
         if ask:
-            await _first_reply(plan.gateway_url(config), ask, screen)
+            trust = tls.trusting_ours(certificate) if certificate else None
+            await _first_reply(client.Gateway(url, trust), ask, screen)
 
-    await Stack(config, units, run_folder, screen, gate=f"{plan.gateway_url(config)}/ready").run(live)
+    await Stack(config, units, run_folder, screen, gate=plan.Answers(f"{url}/ready", certificate)).run(live)
 
 
-async def _first_reply(url: str, ask: str, screen: Screen) -> None:
+async def _first_reply(at: client.Gateway, ask: str, screen: Screen) -> None:
     screen.answer(f"\n> {ask}")
     reply = await client.chat(
-        url, client.chat_body(ask, system=None, max_tokens=None, temperature=0), FIRST_REPLY_CREATOR, screen.piece
+        at, client.chat_body(ask, system=None, max_tokens=None, temperature=0), FIRST_REPLY_CREATOR, screen.piece
     )
     screen.answer("")
     screen.tell(reply.error or client.summary(reply))
@@ -68,10 +70,11 @@ async def _first_reply(url: str, ask: str, screen: Screen) -> None:
 def greeting(config: Config, run_folder: Path) -> str:
     """What the user reads when all is ready."""
     url = plan.gateway_url(config)
+    trusted = f" --cacert {config.gateway.tls_cert}" if config.gateway.tls_cert else ""
     return f"""
 Ready at {url}
 
-  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -H 'x-creator-id: ada' \\
+  curl -N{trusted} {url}/v1/chat/completions -H 'content-type: application/json' -H 'x-creator-id: ada' \\
     -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "stream": true}}'
 
   headrace chat "What is the capital of France?" --creator ada
