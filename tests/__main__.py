@@ -1,8 +1,11 @@
 """All quality gates, in order: `python -m tests`. Arguments go to pytest.
 
 Every gate runs, also after one that has failed, so that one run shows all there is to mend. pytest's closing line comes last.
+
+Tests marked `system` need a program that pip does not bring. Where it is missing they are left out, and the summary says so.
 """
 
+import shutil
 import subprocess
 import sys
 import time
@@ -12,12 +15,20 @@ ROOT = Path(__file__).parents[1]
 
 PYTHON = (sys.executable, "-m")
 
+CHOICE: tuple[str, ...] = () if shutil.which("chromium") else ("-m", "not system")
+"""The tests that this machine can run. pytest alone, and `.ci/run`, which installs what they need, leave none out."""
+
+LEFT_OUT = """
+LEFT OUT  the tests of the page at / in a real browser (tests/browser): there is no chromium on this machine.
+          To have them: apt-get install -y chromium, and run this again.
+"""
+
 GATES: dict[str, tuple[str, ...]] = {
     "ruff check": (*PYTHON, "ruff", "check"),
     "ruff format": (*PYTHON, "ruff", "format", "--check"),
     "mypy": (*PYTHON, "mypy"),
     "lint-imports": (str(Path(sys.executable).with_name("lint-imports")),),
-    "pytest": (*PYTHON, "coverage", "run", "-m", "pytest", *sys.argv[1:]),
+    "pytest": (*PYTHON, "coverage", "run", "-m", "pytest", *CHOICE, *sys.argv[1:]),
     "coverage": (*PYTHON, "coverage", "report"),
 }
 
@@ -52,6 +63,8 @@ def main() -> int:
     say("\n━━ summary ━━\n")
     for name, (status, _, took_s) in results.items():
         say(f"{'passed' if status == 0 else 'FAILED':7} {name:13} {took_s:6.1f} s\n")
+    if CHOICE:
+        say(LEFT_OUT + "\n")
     say(results["pytest"][1] + "\n")
     return 0 if all(status == 0 for status, _, _ in results.values()) else 1
 
