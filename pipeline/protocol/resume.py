@@ -2,7 +2,8 @@
 
 The receiver says which tokens it has. Greedy and freely sampled replies continue after them: those tokens join the prompt, and
 what follows is drawn as it would have been. What hangs on state that died with the worker (a seed's stream, counts of
-penalties, a grammar's position, logprobs) cannot: it starts again if nothing has been sent, else it ends with an error.
+penalties, a grammar's position, a bad word that has begun, logprobs) cannot: it starts again if nothing has been sent, else it
+ends with an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,10 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "structured_outputs": (None,),
     "tools": (None, []),
     "thinking_token_budget": (None,),
+    "bad_words": (None, []),
+    "watermarking": (None, False),
+    "logprob_token_ids": (None, []),
+    "vllm_xargs": (None, {}),
     "repetition_detection": (None,),
 }
 """Field → the values under which a reply has no state beyond its tokens."""

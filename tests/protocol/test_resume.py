@@ -35,6 +35,10 @@ def test_a_reply_that_depends_on_its_tokens_alone_is_continued(chat: dict[str, A
         ({"n": 2}, "n"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "structured_outputs"),
         ({"repetition_detection": {}}, "repetition_detection"),
+        ({"bad_words": ["not this"]}, "bad_words"),
+        ({"watermarking": True}, "watermarking"),
+        ({"logprob_token_ids": [3]}, "logprob_token_ids"),
+        ({"vllm_xargs": {"a_processor_of_the_operators": 1}}, "vllm_xargs"),
     ],
 )
 def test_a_reply_with_more_state_starts_again_or_ends_with_an_error(chat: dict[str, Any], field: str) -> None:
