@@ -82,8 +82,7 @@ class Told:
                 if self.chunks == 4:
                     at_least.release()
         except openai.APIError as error:
-            assert isinstance(error.body, dict)
-            self.error = error.body
+            self.error = error.body if isinstance(error.body, dict) else {"code": None, "param": None, "is": error}
 
     def _take(self, choice: Any) -> None:
         parts = self.of.setdefault(choice.index, ["", "", ""])
