@@ -3,6 +3,7 @@
 import asyncio
 import importlib.metadata
 import shutil
+import ssl
 from datetime import datetime
 from typing import Any, Final
 
@@ -10,7 +11,7 @@ import msgspec
 import psutil
 from packaging.requirements import Requirement
 
-from pipeline import outside
+from pipeline import outside, tls
 from pipeline.bus import reading, streams
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
@@ -141,8 +142,13 @@ async def _api(bus: Bus, subject: str) -> dict[str, Any]:
 
 
 async def _gateway_error(config: Config) -> str:
-    url = f"http://{config.gateway.host}:{config.gateway.port}"
-    error = await _unanswered(f"{url}/health")
+    cert = config.gateway.tls_cert
+    url = f"{'https' if cert else 'http'}://{config.gateway.host}:{config.gateway.port}"
+    try:
+        trust = tls.trusting_ours(cert) if cert else None
+    except OperatorError as refusal:
+        return str(refusal)
+    error = await _unanswered(f"{url}/health", trust)
     return f"No gateway answers at {url}: {error}" if error else ""
 
 
@@ -153,10 +159,10 @@ async def _store(config: Config) -> Store | None:
     return Store(url=url, error=await _unanswered(f"{url}/healthcheck"))
 
 
-async def _unanswered(url: str) -> str:
+async def _unanswered(url: str, trust: ssl.SSLContext | None = None) -> str:
     """Why a page is not there, or empty."""
     try:
-        status, _ = await http.get(url, ANSWER_S)
+        status, _ = await http.get(url, ANSWER_S, trust)
     except (OSError, TimeoutError) as error:
         return _first_line(error)
     return "" if status == 200 else f"HTTP {status}."

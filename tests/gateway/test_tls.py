@@ -5,12 +5,14 @@ from pathlib import Path
 
 import anyio
 import httpx
+import msgspec
 import pytest
 
 from pipeline import tls
 from pipeline.cli import client
 from pipeline.config import Config, Up
 from pipeline.config import Gateway as GatewayConfig
+from pipeline.doctor import look
 from pipeline.errors import OperatorError
 from tests.certificates import self_made
 from tests.gateway.stack import CHAT, HELLO, Stack, stack, text_of
@@ -68,6 +70,11 @@ async def test_the_commands_know_their_own_gateway_and_believe_others_by_who_has
         ours, anybodys = (Config(gateway=one, up=Up(state_dir=str(tmp_path))) for one in (gateway, GatewayConfig()))
         assert client.gateway(None, None, ours).url == served.url
         assert (await chat(served, None, ours)).error is None
+        assert await look._gateway_error(ours) == "", "nor does headrace doctor complain"
+        strange = Config(gateway=msgspec.structs.replace(gateway, tls_cert=str(other)))
+        assert "No gateway answers at https://" in await look._gateway_error(strange)
+        unread = Config(gateway=msgspec.structs.replace(gateway, tls_cert=str(tmp_path / "none.pem")))
+        assert "Correct gateway.tls_cert." in await look._gateway_error(unread)
         assert (await chat(served, cert, anybodys, served.url)).error is None
         for ca in (None, other):
             error = (await chat(served, ca, anybodys, served.url)).error
