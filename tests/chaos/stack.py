@@ -49,7 +49,7 @@ ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet and its engines. Where requests of no fault of their own are killed at random, many starts are in order."""
+    """The fleet, its engines and their configuration. Where requests are killed at random, many starts are in order."""
 
     prefill: int = 3
     decode: int = 3
@@ -59,6 +59,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks: int = 1024
     in_flight_max: int = 2048
     starts_max: int = 20
+    config: Path = LOCAL_CONFIG
 
     def environment(self) -> dict[str, str]:
         """As the configuration's variables."""
@@ -277,11 +278,11 @@ class Stack:
         parts = [Part("nats", (*nats, "-m", str(free_port())))]
         for number in range(1, self.settings.gateways + 1):
             port = free_port()
-            parts.append(Part(f"gateway-{number}", _headrace("gateway", "--port", str(port)), port=port))
+            parts.append(Part(f"gateway-{number}", self._headrace("gateway", "--port", str(port)), port=port))
         for role, count in zip(ROLES, (self.settings.prefill, self.settings.decode), strict=True):
             for number in range(1, count + 1):
                 name = f"{role}-{number}"
-                parts.append(Part(name, _headrace("worker", role, "--id", name, "--engine", "simulated"), role))
+                parts.append(Part(name, self._headrace("worker", role, "--id", name, "--engine", "simulated"), role))
         return parts
 
     def _environment(self) -> Mapping[str, str]:
@@ -294,6 +295,5 @@ class Stack:
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-
-def _headrace(*arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-P", "-m", "pipeline.cli", *arguments, "--config", str(LOCAL_CONFIG))
+    def _headrace(self, *arguments: str) -> tuple[str, ...]:
+        return (sys.executable, "-P", "-m", "pipeline.cli", *arguments, "--config", str(self.settings.config))
