@@ -1,13 +1,14 @@
 """What Headrace counts, read from `/metrics` as any Prometheus reads it."""
 
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from pipeline.cli import http
 
-TIMEOUT_S = 10.0
+TIMEOUT_S: Final = 10.0
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -21,7 +22,7 @@ class Sample(msgspec.Struct, frozen=True):
 class Samples:
     """All lines of one process, or of several."""
 
-    def __init__(self, samples: Iterable[Sample]) -> None:
+    def __init__(self, samples: Iterable[Sample] = ()) -> None:
         self._samples = tuple(samples)
 
     @classmethod
@@ -34,7 +35,7 @@ class Samples:
         return Samples((*self._samples, *other._samples))
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all lines of this name that have these labels; 0 where there is none: a label appears when it is first used."""
+        """The sum of all lines of this name that have these labels. 0 where there is none: a label appears with its first use."""
         return sum(line.value for line in self._samples if line.name == name and labels.items() <= line.labels.items())
 
 
