@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import anyio
 import openai
 import pytest
 
@@ -45,6 +46,13 @@ class Served:
     async def counted(self) -> Samples:
         """The gateway's metrics now."""
         return await scrape(self.stack.gateways()[0].url + "/metrics")
+
+    async def settled(self) -> Samples:
+        """The same, once nothing is in flight: a reply is counted when its client has it already."""
+        with anyio.fail_after(10):
+            while (counted := await self.counted()).total("headrace_in_flight"):
+                await anyio.sleep(0.02)
+        return counted
 
     async def ended(self, outcome: str) -> float:
         """Requests that have ended so."""

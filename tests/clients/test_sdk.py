@@ -103,9 +103,9 @@ async def test_the_models_are_listed(sdk: openai.AsyncOpenAI, blocking: openai.O
 
 
 async def test_the_gateway_counts_what_the_client_counts(served: Served, sdk: openai.AsyncOpenAI) -> None:
-    before = await served.counted()
+    before = await served.settled()
     replies = [await sdk.chat.completions.create(model=MODEL, messages=MESSAGES) for _ in range(3)]
-    after = await served.counted()
+    after = await served.settled()
     usages = [reply.usage for reply in replies if reply.usage is not None]
     for name, said in (
         ("headrace_requests_total", len(replies)),

@@ -77,7 +77,8 @@ async def test_a_request_that_cannot_be_served_raises_the_sdks_own_exception(
         await sdk.chat.completions.create(**SHORT | fields)
     assert refused.value.code == code
     assert refused.value.request_id == refused.value.response.headers["x-request-id"]
-    assert await served.ended("invalid") - before == 1, "and it is not tried again"
+    after = (await served.settled()).total("headrace_requests_total", outcome="invalid")
+    assert after - before == 1, "and it is not tried again"
 
 
 async def test_a_key_that_is_unknown_or_may_not_raises_as_such(keyed: Keyed) -> None:
