@@ -106,15 +106,19 @@ def main(
     ),
     keep: Annotated[
         Path | None,
-        typer.Option(help="Write a JSON file of each client here, as tests/clients/results.", show_default=False),
+        typer.Option(
+            help="Write each client's result into this folder, as tests/clients/results has them.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON alone, without the table.")] = False,
 ) -> None:
     """Run clients that others wrote, unmodified, and compare what they say with Headrace's own metrics.
 
-    Each is installed into an environment of its own, which takes a minute or two the first time, and makes a small load of
-    streams. Requests and tokens must agree within 2 %, and so must the mean times, except through a proxy. Exits with 1 where
-    they do not.
+    Each is installed into an environment of its own, a minute or two the first time, and makes a small load of streams.
+
+    Requests, tokens and mean times must agree within 2 %; times through a proxy are only told.
+
+    Exits with 1 where a client differs or fails.
 
     Example: python -m tests.clients --only vllm-bench --requests 40
     """
