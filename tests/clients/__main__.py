@@ -47,10 +47,14 @@ def tokenizer() -> Path:
 
 def measured(client: Client, target: Stand, load: Load, model: Path | None, folder: Path, made_by: str) -> Result:
     """Install a client, run it, and compare. What goes wrong with it is in the result."""
-    started = {
-        "client": client.name, "made_by": made_by, "load": load, "machine": results.machine(), "date": results.today(),
-        "stack": stand.ABOUT if target.workers else "a stack that served already",
-    }  # fmt: skip
+    began = Result(
+        client=client.name,
+        made_by=made_by,
+        load=load,
+        stack=target.about,
+        machine=results.machine(),
+        date=results.today(),
+    )
     try:
         programs = programs_of(client, folder)
         with TemporaryDirectory(prefix=f"headrace-{client.name}-") as out:
@@ -64,23 +68,25 @@ def measured(client: Client, target: Stand, load: Load, model: Path | None, fold
                     said, before, target.counted(), workers=bool(target.workers), times=client.judged_times
                 )
                 checks = client.checks(job, target.ended)
-            return msgspec.convert(
-                started
-                | {"version": version_of(client.distribution, programs), "command": client.told(job)}
-                | {"rows": rows, "checks": checks, "own": said.own},
-                Result,
+            return msgspec.structs.replace(
+                began,
+                version=version_of(client.distribution, programs),
+                command=client.told(job),
+                rows=rows,
+                checks=checks,
+                own=said.own,
             )
     except ClientFailed as error:
-        return msgspec.convert(started | {"failed": str(error)}, Result)
+        return msgspec.structs.replace(began, failed=str(error))
 
 
 @contextmanager
-def target_of(url: str | None) -> Iterator[Stand]:
+def target_of(url: str | None, prefill_s: float) -> Iterator[Stand]:
     """A stack that serves already, or one of our own."""
     if url:
         yield stand.at(url)
         return
-    with TemporaryDirectory(prefix="headrace-clients-") as folder, stand.up(Path(folder)) as own:
+    with TemporaryDirectory(prefix="headrace-clients-") as folder, stand.up(Path(folder), prefill_s) as own:
         yield own
 
 
@@ -94,6 +100,14 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help=f"One client; may be repeated. Default: all: {KNOWN}.")] = None,
     requests: Annotated[int, typer.Option(min=4, max=2000, help="Of each client.")] = 120,
     concurrency: Annotated[int, typer.Option(min=1, max=64, help="Requests at a time.")] = 4,
+    prefill_s: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=10,
+            help="Seconds a prompt, beyond its tokens: the longer, the less the client's own time weighs.",
+        ),
+    ] = stand.PREFILL_S,
     url: Annotated[
         str | None,
         typer.Option(
@@ -122,13 +136,14 @@ def main(
 
     Example: python -m tests.clients --only vllm-bench --requests 40
     """
+    asked = f"--requests {requests} --concurrency {concurrency}" + ("" if url else f" --prefill-s {prefill_s:g}")
     load, found = Load(requests=requests, concurrency=concurrency), list[Result]()
     clients = chosen(only or [])
     model = tokenizer() if any(client.tokenizes for client in clients) else None
-    with target_of(url) as target:
+    with target_of(url, prefill_s) as target:
         for client in clients:
             tell(f"{client.name}: {client.about}")
-            made_by = f"python -m tests.clients --only {client.name} --requests {requests} --concurrency {concurrency}"
+            made_by = f"python -m tests.clients --only {client.name} {asked}"
             result = measured(client, target, load, model, folder.expanduser(), made_by)
             tell(f"{client.name}: {'agrees' if result.ok else 'FAILED' if result.failed else 'DIFFERS'}")
             for name, value in result.own.items():

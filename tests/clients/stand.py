@@ -1,6 +1,6 @@
 """The stack that a client is run against: a `headrace up` of our own with the simulated engine, or one that serves already.
 
-Its decode has the timing of an 8B model on an H200. Its prefill is slowed down, to `PREFILL_S` a prompt: a client's own
+Its decode has the timing of an 8B model on an H200. Its prefill is slowed down, by `PREFILL_S` a prompt: a client's own
 milliseconds, on few cores that it shares with the stack, are then far below the 2 % to which the two clocks must agree.
 """
 
@@ -23,12 +23,14 @@ from tests.clients.scrape import Samples, scrape
 from tests.e2e.running import ROOT, await_ready
 
 PREFILL_S: Final = 0.5
+"""What a prompt's prefill takes beyond its tokens, unless it is said otherwise."""
+
 PREFILL_WORKERS: Final = 2
 DECODE_WORKERS: Final = 1
 
 ABOUT: Final = (
     f"headrace up --engine simulated --prefill {PREFILL_WORKERS} --decode {DECODE_WORKERS},"
-    f" with simulated.prefill_overhead_s = {PREFILL_S}"
+    " with simulated.prefill_overhead_s = {prefill_s:g}"
 )
 
 END_S: Final = 30.0
@@ -47,7 +49,6 @@ gateway.port = 0
 lmcache.port = 0
 lmcache.http_port = 0
 requests.default_max_tokens = 256
-simulated.prefill_overhead_s = {PREFILL_S}
 up.prefill = {PREFILL_WORKERS}
 up.decode = {DECODE_WORKERS}
 """
@@ -56,6 +57,7 @@ up.decode = {DECODE_WORKERS}
 class Stand(msgspec.Struct, frozen=True, kw_only=True):
     """A stack that serves `model` at `gateway`. `workers`: where their metrics are, as far as that is known."""
 
+    about: str
     gateway: str
     model: str
     workers: tuple[str, ...] = ()
@@ -88,7 +90,7 @@ def at(url: str) -> Stand:
     """A stack that others have started. Only the gateway's metrics are known. Raises `OperatorError` where it does not serve."""
     gateway = url.rstrip("/")
     try:
-        return Stand(gateway=gateway, model=asyncio.run(_model(gateway)))
+        return Stand(about="a stack that served already", gateway=gateway, model=asyncio.run(_model(gateway)))
     except OSError as error:
         raise OperatorError(f"{gateway} does not answer: {error}.", "Start it, or leave --url out.") from None
 
@@ -102,10 +104,11 @@ async def _model(gateway: str) -> str:
 
 
 @contextmanager
-def up(folder: Path) -> Iterator[Stand]:
+def up(folder: Path, prefill_s: float) -> Iterator[Stand]:
     """A stack of our own, with its files in `folder`. Nothing of it runs on."""
     config, log = folder / "headrace.toml", folder / "up.log"
-    config.write_text(f'{CONFIG}up.state_dir = "{folder}"\n', "utf-8")
+    own = f'up.state_dir = "{folder}"\nsimulated.prefill_overhead_s = {prefill_s}\n'
+    config.write_text(CONFIG + own, "utf-8")
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config)],
@@ -116,7 +119,9 @@ def up(folder: Path) -> Iterator[Stand]:
         workers = tuple(
             running.metrics[name] for name in sorted(running.metrics) if name.startswith(("prefill", "decode"))
         )
-        yield Stand(gateway=running.gateway, model=asyncio.run(_model(running.gateway)), workers=workers)
+        about = ABOUT.format(prefill_s=prefill_s)
+        model = asyncio.run(_model(running.gateway))
+        yield Stand(about=about, gateway=running.gateway, model=model, workers=workers)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
