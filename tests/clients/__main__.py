@@ -1,5 +1,6 @@
 """Load a stack with clients that others wrote, and compare their figures with ours: `python -m tests.clients`."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -158,6 +159,7 @@ def main(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what runs is ended, as after Ctrl-C
     try:
         typer.run(main)
     except OperatorError as error:
