@@ -182,7 +182,7 @@ def bounds_of(config: Config) -> Bounds:
 async def running(config: Config, source: Path | None = None) -> AsyncIterator[Gateway]:
     """A gateway that is connected and known. Raises `OperatorError` where NATS cannot be reached."""
     process = f"gateway-{outside.token(4)}"
-    async with await Bus.connect(config.nats.url, process, config.nats.connect_timeout_s) as bus:
+    async with await Bus.connect(config.nats, process) as bus:
         gateway = Gateway(config, bus, process, source)
         watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
         announcer = Announcer(bus, gateway.presence, ACCUSER_PERIOD_S)

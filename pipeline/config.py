@@ -31,8 +31,20 @@ class Nats(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The broker. `monitor_port` is the HTTP monitor of the server that `headrace up` starts."""
 
     url: str = "nats://127.0.0.1:4222"
+    """Of one server, or of several of a cluster, between commas. `tls://` asks for TLS, and then nothing is sent without it."""
     connect_timeout_s: PositiveFloat = 5.0
     monitor_port: Port = 8222
+    ca: str = ""
+    """PEM file of who signs the servers' certificates. Empty, with `tls://`: those that the system trusts."""
+    cert: str = ""
+    """PEM file of our own certificate, and `key` of its key, where the servers ask for one."""
+    key: str = ""
+    nkey_seed: str = ""
+    """File with our NKey seed (`SU…`), which says who we are. A seed is a secret: only its file is named here."""
+    inbox_prefix: str = "_INBOX"
+    """All our inboxes lie under it: a role's own where the broker tells roles apart (`configs/nats/roles.conf`)."""
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=5)] = 1
+    """Copies of each stream and consumer, whatever `configs/jetstream` says: 3 in a cluster of three."""
 
 
 class Gateway(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

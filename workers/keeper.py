@@ -270,8 +270,8 @@ async def _live(config: Config, keeper_id: str, metrics_port: int) -> None:
     """It serves metrics once it works, so that who has started it sees that it does."""
     me, presences = new_identity(keeper_id), Presences()
     rules = Rules(reply_subjects=config.requests.reply_subjects, timeout_max_s=dict(config.requests.timeout_max_s))
-    async with await Bus.connect(config.nats.url, keeper_id, config.nats.connect_timeout_s) as bus:
-        check_ages(config, await check_streams(bus, config.nats.url))
+    async with await Bus.connect(config.nats, keeper_id) as bus:
+        check_ages(config, await check_streams(bus, config.nats))
         await Watcher(bus, presences, outside.monotonic_s).start()
         keeper = Keeper(bus, rules, me, presences)
         async with anyio.create_task_group() as tasks:

@@ -23,6 +23,7 @@ import anyio
 
 from pipeline import outside
 from pipeline.bus.connection import Bus
+from pipeline.config import Nats
 from pipeline.errors import ServiceError
 from pipeline.limits import LOOP_BEAT_S, LOOP_SILENT_MAX_S
 from pipeline.telemetry import logs
@@ -39,8 +40,8 @@ _JOIN_S: Final = 5.0
 class LeaseThread:
     """Keeps leases for the loop that it was made in. Made by `lease_thread`."""
 
-    def __init__(self, url: str, name: str, connect_timeout_s: float) -> None:
-        self._url, self._name, self._connect_timeout_s = url, name, connect_timeout_s
+    def __init__(self, at: str | Nats, name: str, connect_timeout_s: float | None) -> None:
+        self._at, self._name, self._connect_timeout_s = at, name, connect_timeout_s
         self._main = asyncio.get_running_loop()
         self._beat_s = outside.monotonic_s()
         self._holders: dict[str, Told] = {}
@@ -114,7 +115,7 @@ class LeaseThread:
             self._back(_settle, self._over, None)
 
     async def _serve(self) -> None:
-        async with await Bus.connect(self._url, f"{self._name}-leases", self._connect_timeout_s) as bus:
+        async with await Bus.connect(self._at, f"{self._name}-leases", self._connect_timeout_s) as bus:
             self._keeper = LeaseKeeper(bus, outside.monotonic_s)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._keeper.run)
@@ -153,9 +154,11 @@ def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
 
 
 @asynccontextmanager
-async def lease_thread(url: str, name: str, connect_timeout_s: float) -> AsyncIterator[LeaseThread]:
+async def lease_thread(
+    at: str | Nats, name: str, connect_timeout_s: float | None = None
+) -> AsyncIterator[LeaseThread]:
     """A thread that keeps leases while the block runs. Raises `OperatorError` where the broker cannot be reached."""
-    thread = LeaseThread(url, name, connect_timeout_s)
+    thread = LeaseThread(at, name, connect_timeout_s)
     try:
         await thread.start()
         yield thread

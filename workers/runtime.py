@@ -18,7 +18,7 @@ from pipeline import outside
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
-from pipeline.config import Config
+from pipeline.config import Config, Nats
 from pipeline.errors import EngineDead, OperatorError
 from pipeline.limits import DRAIN_S, TURNS_KEPT_MAX
 from pipeline.paths import JETSTREAM
@@ -84,10 +84,8 @@ class _Process:
     async def run(self) -> None:
         async with anyio.create_task_group() as self._tasks:
             self._tasks.start_soon(self._obey_signals)
-            async with await Bus.connect(
-                self.config.nats.url, self.worker_id, self.config.nats.connect_timeout_s
-            ) as bus:
-                declared = await check_streams(bus, self.config.nats.url)
+            async with await Bus.connect(self.config.nats, self.worker_id) as bus:
+                declared = await check_streams(bus, self.config.nats)
                 check_shards(self.config, declared)
                 check_ages(self.config, declared)
                 check_turns(self.config, declared)
@@ -95,9 +93,7 @@ class _Process:
                 await self.engine.start()
                 await self.engine.warm_up()
                 log.info("engine ready", seconds=round(time.monotonic() - began_s, 1), **_said(self.engine))
-                async with lease_thread(
-                    self.config.nats.url, self.worker_id, self.config.nats.connect_timeout_s
-                ) as self._leases:
+                async with lease_thread(self.config.nats, self.worker_id) as self._leases:
                     await self._serve(bus)
 
     async def _serve(self, bus: Bus) -> None:
@@ -153,13 +149,13 @@ class _Process:
                 raise
 
 
-async def check_streams(bus: Bus, url: str) -> streams.Declared:
+async def check_streams(bus: Bus, nats: Nats) -> streams.Declared:
     """On streams that are not as declared requests would be lost or misplaced. Raises `OperatorError`."""
-    declared = streams.declared(JETSTREAM)
+    declared = streams.declared(JETSTREAM, nats.replicas)
     differences = await streams.diff(bus, declared)
     if differences:
         raise OperatorError(
-            f"The streams on {url} are not as declared: {'; '.join(map(str, differences[:3]))}.",
+            f"The streams on {nats.url} are not as declared: {'; '.join(map(str, differences[:3]))}.",
             "Run `headrace streams apply`.",
         )
     return declared

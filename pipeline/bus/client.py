@@ -7,6 +7,7 @@ mends, and `tests/bus` holds each of them against a real server:
     _process_pong          a PONG that nobody waits for any more does not end the read loop
     _read_loop             a read loop that an exception has ended reconnects; nats-py stays "connected", and deaf
     _process_err           an -ERR is reported; nats-py closes for good, although max_reconnect_attempts is -1
+    _process_info          a server, or who stands before it, cannot talk us out of TLS
     _process_connect_init  nothing waits over a lost connection: what was not sent in time is not sent late
     close                  without a connection nothing is written: uvloop raises for a closed socket
     _process_msg           a handler is called as its message is read: no queue that overflows, no task to be cancelled in
@@ -14,13 +15,15 @@ mends, and `tests/bus` holds each of them against a real server:
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import nats.errors
 from nats.aio.client import PING_PROTO
 from nats.aio.client import Client as NatsClient
 from nats.protocol.command import pub_cmd
 from nats.protocol.parser import STALE_CONNECTION
+
+from pipeline.bus.access import Access
 
 UNSENT_BYTES_MAX: Final = 2 * 1024 * 1024
 """What may wait for the socket: nats-py's own bound, and two of the largest messages. Above it, `publish` waits."""
@@ -46,7 +49,13 @@ class Client(NatsClient):
         super().__init__()
         self._failed = failed
         self._handlers: dict[int, Handler] = {}
+        self._demands_tls = False
         self._unused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def secure(self, access: Access) -> None:
+        """Before `connect`: whom to name to the server, and whether it must offer TLS."""
+        self._demands_tls = access.demands_tls
+        self._public_nkey = access.nkey.public if access.nkey else None
 
     async def listen(self, subject: str, handler: Handler) -> int:
         """Subscribe; the number is for `forget` and `drain`. The server knows of it once a later `ping` is answered."""
@@ -119,6 +128,11 @@ class Client(NatsClient):
             return
         self._err = nats.errors.Error(f"nats: {err_msg.strip(chr(39))}")
         await self._error_cb(self._err)  # where the server means to end the connection, it closes the socket itself
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if initial_connection and self._demands_tls and not info.get("tls_required"):
+            raise nats.errors.Error("the server offers no TLS")
+        await super()._process_info(info, initial_connection)
 
     async def close(self) -> None:
         """Write what waits for the socket, and end for good."""

@@ -17,10 +17,12 @@ import nats.errors
 
 from pipeline import outside
 from pipeline.bus import store
+from pipeline.bus.access import Access, access_of, split
 from pipeline.bus.background import Background, handler_failed
 from pipeline.bus.calls import Calls
 from pipeline.bus.client import Client, Handler, Message
 from pipeline.bus.errors import BadSubject, Disconnected, Unanswered
+from pipeline.config import Nats
 from pipeline.errors import BodyTooLarge, OperatorError
 from pipeline.limits import MESSAGE_BYTES_MAX
 from pipeline.protocol.subjects import token
@@ -43,9 +45,16 @@ _BARRIER_TIMEOUT_S: Final = 5.0
 _CLOSE_S: Final = 2.0
 """A broker that does not read any more does not keep a process from ending."""
 
+_FORBIDDEN: Final = "permissions violation"
+"""In what the server says of a subject that we may not use."""
+
 Callback = Callable[[], None]
 
 _log = logs.get("bus")
+
+
+class _Deaf(Exception):
+    """We may not subscribe to our own inbox: every request would wait in vain."""
 
 
 class Subscription:
@@ -84,17 +93,30 @@ class Bus:
         self._watchdog: Background | None = None
 
     @classmethod
-    async def connect(cls, url: str, name: str, connect_timeout_s: float = 5.0) -> Self:
-        """Connect as `name`. Raises `OperatorError` where the broker cannot be reached within `connect_timeout_s`."""
-        bus = cls(f"_INBOX.{token(name)}.{outside.token(4)}")
+    async def connect(cls, at: str | Nats, name: str, connect_timeout_s: float | None = None) -> Self:
+        """Connect as `name`, to a URL or as a configuration says.
+
+        Raises `OperatorError` where no broker can be reached within `connect_timeout_s` (default: the configuration's), or
+        what it lets us do is too little to hear an answer.
+        """
+        settings = Nats(url=at) if isinstance(at, str) else at
+        timeout_s = settings.connect_timeout_s if connect_timeout_s is None else connect_timeout_s
+        access = access_of(settings)
+        bus = cls(f"{settings.inbox_prefix}.{token(name)}.{outside.token(4)}")
         try:
-            with anyio.fail_after(connect_timeout_s):
-                await bus._start(url, name, connect_timeout_s)
+            with anyio.fail_after(timeout_s):
+                await bus._start(access, name, timeout_s)
+        except _Deaf as error:
+            await bus.close()
+            raise OperatorError(
+                f"NATS at {_place(settings.url)} does not let us hear answers: {error}.",
+                "Set nats.inbox_prefix to what the permissions of this NKey name.",
+            ) from None
         except (TimeoutError, OSError, ValueError, nats.errors.Error) as error:
             reason = bus._last_error or str(error) or "no answer"
             await bus.close()
             raise OperatorError(
-                f"Cannot reach NATS at {_place(url)} within {connect_timeout_s:g} s: {reason}.",
+                f"Cannot reach NATS at {_place(settings.url)} within {timeout_s:g} s: {reason}.",
                 "Start it (nats-server -c configs/nats/local.conf, or headrace up), or correct nats.url.",
             ) from None
         return bus
@@ -232,10 +254,13 @@ class Bus:
         pong.add_done_callback(self._pong_over)
         return pong
 
-    async def _start(self, url: str, name: str, connect_timeout_s: float) -> None:
+    async def _start(self, access: Access, name: str, connect_timeout_s: float) -> None:
+        self.client.secure(access)
         await self.client.connect(
-            url,
+            list(access.urls),
             name=name,
+            tls=access.tls,
+            signature_cb=access.nkey.sign if access.nkey else None,
             error_cb=self._on_error,
             disconnected_cb=self._on_lost,
             reconnected_cb=self._on_back,
@@ -246,6 +271,9 @@ class Bus:
             inbox_prefix=self._inbox_prefix,
         )
         await self.subscribe(self._calls.subject, self._calls.answered)
+        await self.barrier(connect_timeout_s)
+        if _FORBIDDEN in self._last_error.lower():
+            raise _Deaf(self._last_error)
         self._up.set()
         self._watchdog = Background(self._watch(), "bus watchdog")
 
@@ -316,8 +344,12 @@ def _check_size(data: bytes, headers: Mapping[str, str] | None) -> None:
         raise BodyTooLarge(f"A message of {size} bytes is larger than the {MESSAGE_BYTES_MAX} allowed.")
 
 
-def _place(url: str) -> str:
-    """The address without its password."""
+def _place(urls: str) -> str:
+    """The addresses without their passwords."""
+    return ", ".join(_address(url) for url in split(urls))
+
+
+def _address(url: str) -> str:
     try:
         parts = urlsplit(url)
         return f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}" if parts.hostname else url

@@ -7,6 +7,8 @@ A file holds what the JetStream API itself takes, so the `nats` CLI reads it, to
     <stream>.shards.consumer.json      shard 0's consumer; shards 1 to S-1 follow its pattern, and S is the number in the
                                        stream's transform, `partition(S,1)`
 
+How many copies there are of each is the cluster's matter, not the files': `nats.replicas` says it.
+
 Only fields that a file names are compared: what an operator adds beyond them is left alone. What the broker cannot change in
 place is never deleted and made anew here, because that loses requests: it is said, with what to do.
 """
@@ -80,8 +82,8 @@ class Declared(msgspec.Struct, frozen=True):
         raise OperatorError(f"No stream {name} is declared.", f"Add {name}.stream.json to configs/jetstream.")
 
 
-def declared(folder: Path) -> Declared:
-    """Read a folder. Raises `OperatorError` naming the file that is wrong."""
+def declared(folder: Path, replicas: int | None = None) -> Declared:
+    """Read a folder. `replicas`, where given, is of all of them. Raises `OperatorError` naming the file that is wrong."""
     streams = {path: _read(path) for path in sorted(folder.glob("*.stream.json"))}
     if not streams:
         raise OperatorError(f"No *.stream.json in {folder}.", "Give the folder configs/jetstream of the project.")
@@ -89,7 +91,8 @@ def declared(folder: Path) -> Declared:
     consumers = [
         item for path in sorted(folder.glob("*.consumer.json")) for item in _consumers(path, _read(path), by_name)
     ]
-    return Declared((*(Item("stream", name, name, config) for name, config in by_name.items()), *consumers))
+    items = (*(Item("stream", name, name, config) for name, config in by_name.items()), *consumers)
+    return Declared(items if replicas is None else tuple(_copied(item, replicas) for item in items))
 
 
 def shards_of(declaration: Declared, klass: str) -> int:
@@ -131,6 +134,10 @@ def _read(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
         raise OperatorError(f"{path} cannot be read: {error}.", "It must hold one JSON object.") from None
+
+
+def _copied(item: Item, replicas: int) -> Item:
+    return msgspec.structs.replace(item, config={**item.config, "num_replicas": replicas})
 
 
 def _named(path: Path, config: Config, name: str) -> str:

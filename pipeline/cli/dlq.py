@@ -342,7 +342,7 @@ async def _broker(config: "Config") -> AsyncIterator["Bus"]:
     from pipeline.bus.errors import BusError
 
     try:
-        async with await Bus.connect(config.nats.url, "headrace-dlq", config.nats.connect_timeout_s) as bus:
+        async with await Bus.connect(config.nats, "headrace-dlq") as bus:
             yield bus
     except BusError as error:
         raise OperatorError(

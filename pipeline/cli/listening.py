@@ -23,7 +23,7 @@ async def listening(config: "Config", name: str) -> "AsyncIterator[tuple[Bus, Pr
     from pipeline.protocol.presence import Presences
 
     presences = Presences()
-    async with await Bus.connect(config.nats.url, name, config.nats.connect_timeout_s) as bus:
+    async with await Bus.connect(config.nats, name) as bus:
         await Watcher(bus, presences, outside.monotonic_s).start()
         await asyncio.sleep(LISTEN_S)
         yield bus, presences

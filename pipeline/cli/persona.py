@@ -208,7 +208,7 @@ def _run(config_path: Path | None, work: "Callable[[Bus], Awaitable[T]]") -> T:
 
     async def connected() -> T:
         try:
-            async with await Bus.connect(config.nats.url, "headrace-persona", config.nats.connect_timeout_s) as bus:
+            async with await Bus.connect(config.nats, "headrace-persona") as bus:
                 return await work(bus)
         except BusError as error:
             raise OperatorError(

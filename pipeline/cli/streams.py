@@ -40,8 +40,7 @@ async def _with_bus(config_path: Path | None, folder: Path | None, *, change: bo
     from pipeline.paths import JETSTREAM, require
 
     config = configuration(config_path)
-    declared = streams.declared(folder or require(JETSTREAM))
-    timeout_s = config.nats.connect_timeout_s
-    async with await Bus.connect(config.nats.url, name="headrace-streams", connect_timeout_s=timeout_s) as bus:
+    declared = streams.declared(folder or require(JETSTREAM), config.nats.replicas)
+    async with await Bus.connect(config.nats, "headrace-streams") as bus:
         found = await streams.apply(bus, declared) if change else await streams.diff(bus, declared)
     return [str(item) for item in found]
