@@ -143,6 +143,15 @@ class LMCache(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     timeout_s: PositiveFloat = 20.0
     shm_name: str = "headrace"
     """Shared memory segment between server and engines; empty: through sockets, 5 to 40 times slower."""
+    l2: tuple[Mapping[str, Any], ...] = ()
+    """Tiers behind the host's own, each an `--l2-adapter` of `lmcache server`: through one that is shared, hosts find each
+    other's KV. A password is no part of it: the server takes LMCACHE_RESP_PASSWORD from its environment."""
+
+
+class Metrics(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where workers and keepers answer `/metrics` and `/ready`, on the port that `--metrics-port` gives them."""
+
+    host: str = "127.0.0.1"
 
 
 class Simulated(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -184,6 +193,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prefill: Engine = Engine()
     decode: Engine = Engine(slots=16)
     lmcache: LMCache = LMCache()
+    metrics: Metrics = Metrics()
     simulated: Simulated = Simulated()
     up: Up = Up()
 

@@ -52,7 +52,7 @@ def worker(
     chosen = plan.chosen(configuration(config), plan.Options(engine=engine, model=model))
     name = worker_id or _name(role)
     logs.configure(name)
-    _serve_metrics(metrics_port)
+    _serve_metrics(chosen, metrics_port)
     model_path = _prepared(chosen, role)
 
     from workers.runtime import run_worker
@@ -134,11 +134,11 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def _serve_metrics(port: int) -> None:
+def _serve_metrics(config: Config, port: int) -> None:
     if port:
         from pipeline.telemetry import metrics
 
-        metrics.serve(port)
+        metrics.serve(port, config.metrics.host)
 
 
 def _prepared(config: Config, role: Role) -> str | None:

@@ -277,6 +277,7 @@ async def _live(config: Config, keeper_id: str, metrics_port: int) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(keeper.run)
             await keeper.ready.wait()
+            metrics.SERVING.set(1)
             if metrics_port:
-                metrics.serve(metrics_port)
+                metrics.serve(metrics_port, config.metrics.host)
             log.info("keeping", epoch=me.epoch)

@@ -22,6 +22,7 @@ from pipeline.config import Config, Nats
 from pipeline.errors import EngineDead, OperatorError
 from pipeline.limits import DRAIN_S, TURNS_KEPT_MAX
 from pipeline.paths import JETSTREAM
+from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.subjects import CLASSES
 from pipeline.protocol.turns import TURNS
@@ -105,7 +106,7 @@ class _Process:
         )
         self._tasks.start_soon(self._watch_engine)
         self._tasks.start_soon(_measure_lag)
-        self._announcer = Announcer(bus, loop.presence)
+        self._announcer = Announcer(bus, lambda: _told(loop.presence(), bus))
         watcher = Watcher(bus, presences, outside.monotonic_s)
         await watcher.start()
         await self._announcer.start()
@@ -147,6 +148,12 @@ class _Process:
             except EngineDead:
                 self._leases.engine_failed()
                 raise
+
+
+def _told(said: Presence, bus: Bus) -> Presence:
+    """What is said of us in presence is what `/ready` says, too."""
+    metrics.SERVING.set(said.ready and not said.draining and bus.connected)
+    return said
 
 
 async def check_streams(bus: Bus, nats: Nats) -> streams.Declared:

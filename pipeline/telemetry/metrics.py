@@ -6,12 +6,24 @@ which is ours alone: vLLM and LMCache fill prometheus_client's default one when 
 Labels are bounded, and `LABELS` is their whole vocabulary: a request, a creator or a conversation is never a label.
 """
 
+from collections.abc import Iterable
 from threading import Thread
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+    make_wsgi_app,
+    start_http_server,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 REGISTRY: Final = CollectorRegistry()
 
@@ -248,6 +260,9 @@ RECONNECTS: Final = Counter("headrace_reconnects", "Times the connection to NATS
 HANDLER_ERRORS: Final = Counter(
     "headrace_handler_errors", "Exceptions caught in handlers of NATS messages.", registry=REGISTRY
 )
+SERVING: Final = Gauge(
+    "headrace_serving", "1 while this process takes work: not while it starts, and not once it drains.", registry=REGISTRY
+)
 LOOP_LAG_SECONDS: Final = Gauge(
     "headrace_loop_lag_seconds", "How late the event loop last was for its own timer.", registry=REGISTRY
 )
@@ -262,7 +277,7 @@ def render() -> tuple[bytes, str]:
 
 
 class Endpoint:
-    """`/metrics` over HTTP, in a thread of its own: it answers while the event loop is busy."""
+    """`/metrics` and `/ready` over HTTP, in a thread of its own: it answers while the event loop is busy."""
 
     def __init__(self, server: WSGIServer, thread: Thread) -> None:
         self.port: Final = server.server_port
@@ -277,6 +292,20 @@ class Endpoint:
 
 
 def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
-    """Answer `GET /metrics` on `port`; 0 takes a free one, which `Endpoint.port` names. Raises `OSError` where it is taken."""
+    """Answer on `port`; 0 takes a free one, which `Endpoint.port` names. Raises `OSError` where it is taken."""
     server, thread = start_http_server(port, host, registry=REGISTRY)
+    server.set_app(_with_ready(make_wsgi_app(REGISTRY)))
     return Endpoint(server, thread)
+
+
+def _with_ready(page: "WSGIApplication") -> "WSGIApplication":
+    """`/ready` says what `SERVING` does: 200, or 503. Everything else is prometheus_client's."""
+
+    def answer(environ: "WSGIEnvironment", start: "StartResponse") -> Iterable[bytes]:
+        if environ.get("PATH_INFO") != "/ready":
+            return page(environ, start)
+        serving = bool(REGISTRY.get_sample_value("headrace_serving"))
+        start("200 OK" if serving else "503 Service Unavailable", [("Content-Type", "application/json")])
+        return [b'{"ready":true}' if serving else b'{"ready":false}']
+
+    return answer

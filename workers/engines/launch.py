@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
+
 from pipeline.config import Config, Engine
 from pipeline.errors import OperatorError
 from pipeline.limits import CACHE_BATCHES_KEPT, CACHE_BATCHES_UNREAD
@@ -208,7 +210,8 @@ def lmcache_command(config: Config) -> list[str]:
         options["shm-name"] = store.shm_name
     # The module, not the script: it need not be on PATH.
     command = [sys.executable, "-m", "lmcache.cli.main", "server"]
-    return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    return command + [part for tier in store.l2 for part in ("--l2-adapter", msgspec.json.encode(tier).decode())]
 
 
 def lmcache_environment() -> dict[str, str]:
