@@ -45,6 +45,15 @@ _BARRIER_TIMEOUT_S: Final = 5.0
 _CLOSE_S: Final = 2.0
 """A broker that does not read any more does not keep a process from ending."""
 
+_UNKNOWN: Final = "authorization violation"
+"""In what the server says to whom it does not know. It ends the connection, so that what follows is only a broken pipe."""
+
+_ADMIT: Final = "Give nats.nkey_seed a key that the server's users name."
+_START: Final = "Start it (nats-server -c configs/nats/local.conf, or headrace up), or correct nats.url."
+
+_SAID_MAX: Final = 64
+"""Different errors remembered as said while a connection lasts: more are new subjects that are refused, each worth a line."""
+
 _FORBIDDEN: Final = "permissions violation"
 """In what the server says of a subject that we may not use."""
 
@@ -89,7 +98,8 @@ class Bus:
         self._lost: list[Callback] = []
         self._back: list[Callback] = []
         self._closing = False
-        self._last_error = ""
+        self._last_error = self._unknown = ""
+        self._said: set[str] = set()
         self._watchdog: Background | None = None
 
     @classmethod
@@ -113,11 +123,11 @@ class Bus:
                 "Set nats.inbox_prefix to what the permissions of this NKey name.",
             ) from None
         except (TimeoutError, OSError, ValueError, nats.errors.Error) as error:
-            reason = bus._last_error or str(error) or "no answer"
+            reason = bus._unknown or bus._last_error or str(error) or "no answer"
             await bus.close()
             raise OperatorError(
                 f"Cannot reach NATS at {_place(settings.url)} within {timeout_s:g} s: {reason}.",
-                "Start it (nats-server -c configs/nats/local.conf, or headrace up), or correct nats.url.",
+                _ADMIT if bus._unknown else _START,
             ) from None
         return bus
 
@@ -301,9 +311,11 @@ class Bus:
 
     async def _on_error(self, error: Exception) -> None:
         """nats-py reports every failed attempt to reconnect: say each thing once."""
-        said = str(error) or repr(error)
-        if said != self._last_error:
-            self._last_error = said
+        self._last_error = said = str(error) or repr(error)
+        if _UNKNOWN in said.lower():
+            self._unknown = said
+        if said not in self._said:
+            self._said = {*self._said, said} if len(self._said) < _SAID_MAX else {said}
             _log.warning("nats_error", error=said)
 
     async def _on_lost(self) -> None:
@@ -314,7 +326,8 @@ class Bus:
             _call_all(self._lost)
 
     async def _on_back(self) -> None:
-        self._last_error = ""
+        self._last_error = self._unknown = ""
+        self._said.clear()
         self._up.set()
         RECONNECTS.inc()
         _log.info("nats_back")
