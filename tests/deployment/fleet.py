@@ -43,7 +43,7 @@ class Fleet:
 
     async def start(self, prefill: int, decode: int, gateways: int) -> None:
         """Declare the streams, start everything, and return when all of it says that it is ready."""
-        await self._apply()
+        assert await self.command("operator", "streams", "apply") == 0, self.log("command")
         self._member("keeper", "keeper", "keeper", "--id", "keeper")
         for role, count in (("prefill", prefill), ("decode", decode)):
             for number in range(1, count + 1):
@@ -81,10 +81,10 @@ class Fleet:
         """Everything, gateways first."""
         return {name: await self.stop(name) for name in sorted(self.processes, key=lambda name: name[0] != "g")}
 
-    async def _apply(self) -> None:
-        process = self._start("streams", "operator", "streams", "apply")
-        assert await process.wait() == 0, self.log("streams")
-        await self.processes.pop("streams").clear()
+    async def command(self, role: str, *arguments: str) -> int:
+        """The exit status of a command that ends by itself; what it said is the log of `command`."""
+        self._start("command", role, *arguments)
+        return await self.processes.pop("command").wait()
 
     def _member(self, name: str, role: str, *arguments: str) -> None:
         self.ports[name] = port = free_port()

@@ -1,5 +1,7 @@
 """The pipeline on the cluster of `configs/`: three brokers over TLS, a role's own NKey for every process, three copies of each stream."""
 
+import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ import pytest
 
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus
+from pipeline.cli import http
 from pipeline.paths import JETSTREAM
 from tests.chaos import load
 from tests.chaos.verdict import tokens_amiss
@@ -79,3 +82,96 @@ def _refusals(members: Fleet) -> list[str]:
     """What the brokers would not let a member do: nothing, if the roles' permissions hold all that they need."""
     logs = (line for path in members.folder.glob("*.log") for line in path.read_text("utf-8").splitlines())
     return [line for line in logs if "violation" in line.lower()]
+
+
+LONG: Final = 600
+"""Tokens of a reply that takes three seconds: time to do something to its worker."""
+
+
+async def test_no_role_lacks_a_permission_for_what_it_does(cluster: Cluster, tmp_path: Path) -> None:
+    """Requests by reference, producers, a dead worker, a drain, an operator's commands: the brokers refuse nothing of it."""
+    async with fleet(cluster, tmp_path, prefill=2, decode=2, gateways=1) as members:
+        (text := tmp_path / "persona.txt").write_text("You are Ada, and you like the sea.", "utf-8")
+        for command in (("persona", "put", "ada", str(text)), ("shards",), ("credits",), ("dlq", "list")):
+            assert await members.command("operator", *command) == 0, members.log("command")
+        for _ in range(2):
+            assert (await _chat(members, metadata={"persona": "ada", "conversation": "c7"}))["usage"]["prompt_tokens"] > 8
+        async with await Bus.connect(cluster.nats("producer"), "shop") as shop:
+            assert await _heard(shop) == 5
+            assert await _kept(shop) == 5
+        assert (await _killed_midway(members, "decode-1"))["usage"]["completion_tokens"] == LONG
+        assert (await _drained_midway(members, "decode-2"))["usage"]["completion_tokens"] == LONG
+        assert set((await members.stop_all()).values()) == {0}
+        assert _refusals(members) == []
+
+
+async def _chat(members: Fleet, *, tokens: int = 5, **fields: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": tokens, "ignore_eos": True, **fields}
+    headers = {"content-type": "application/json", "x-creator-id": "ada"}
+    url = f"{members.gateways[0]}/v1/chat/completions"
+    async with http.requested("POST", url, body=json.dumps(body).encode(), headers=headers) as response:
+        said = await response.body()
+    assert response.status == 200, said
+    return json.loads(said)
+
+
+async def _heard(shop: Bus) -> int:
+    """Tokens of a reply that a producer hears on an inbox of its own."""
+    inbox, frames = shop.inbox(), list[Any]()
+    await shop.subscribe(inbox, lambda message: frames.append(json.loads(message.data)))
+    await shop.barrier()
+    await shop.store("requests.in.interactive.ada.ada", _event(inbox), "heard", 20.0)
+    with anyio.fail_after(20):
+        while not frames or frames[-1]["kind"] == "tokens":
+            await anyio.sleep(0.05)
+    return int(frames[-1]["usage"]["completion_tokens"])
+
+
+async def _kept(shop: Bus) -> int:
+    """Of one that is kept for it, as soon as it is there."""
+    await shop.store("requests.in.interactive.ada.ada", _event("replies.shop.r1"), "kept", 20.0)
+    with anyio.fail_after(20):
+        while not (whole := await shop.request("$JS.API.DIRECT.GET.REPLIES.replies.shop.r1", b"", 5.0)):
+            await anyio.sleep(0.1)
+    return int(json.loads(whole)["usage"]["completion_tokens"])
+
+
+def _event(reply_to: str) -> bytes:
+    said = [{"role": "user", "content": "Hello"}]
+    return json.dumps({"messages": said, "max_tokens": 5, "ignore_eos": True, "reply_to": reply_to}).encode()
+
+
+async def _killed_midway(members: Fleet, worker: str) -> Any:
+    """A reply whose worker, if it is this one, dies in the middle; of two, both get one."""
+    replies = list[Any]()
+
+    async def ask() -> None:
+        replies.append(await _chat(members, tokens=LONG))
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(6):
+            tasks.start_soon(ask)
+        await anyio.sleep(1.5)
+        os.kill(members.processes[worker].pid, signal.SIGKILL)
+        await members.processes.pop(worker).clear()
+    assert len(replies) == 6
+    return replies[-1]
+
+
+async def _drained_midway(members: Fleet, worker: str) -> Any:
+    """A reply of the last worker, which is told to stop in the middle: it says so, ends the reply, and goes."""
+    replies = list[Any]()
+
+    async def ask() -> None:
+        replies.append(await _chat(members, tokens=LONG))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await anyio.sleep(1.0)
+        assert members.ready(worker) == 200
+        os.kill(members.processes[worker].pid, signal.SIGTERM)
+        with anyio.fail_after(2):
+            while members.ready(worker) != 503:
+                await anyio.sleep(0.02)
+    assert await members.processes.pop(worker).wait() == 0
+    return replies[0]
