@@ -1,6 +1,7 @@
 """The metrics: declared once, named alike, bounded, and readable by Prometheus."""
 
 import re
+import urllib.error
 import urllib.request
 from collections import Counter as Tally
 from collections.abc import Iterable
@@ -109,6 +110,20 @@ def test_a_worker_serves_its_metrics_on_a_port_it_was_free_to_choose() -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=5) as answer:
             assert answer.status == 200
             assert b"headrace_requests" in answer.read()
+    finally:
+        endpoint.close()
+
+
+def test_ready_is_what_serving_says() -> None:
+    endpoint = metrics.serve(0)
+    url = f"http://127.0.0.1:{endpoint.port}/ready"
+    try:
+        metrics.SERVING.set(1)
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            assert (answer.status, answer.read()) == (200, b'{"ready":true}')
+        metrics.SERVING.set(0)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(url, timeout=5).close()
     finally:
         endpoint.close()
 

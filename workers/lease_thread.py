@@ -154,9 +154,7 @@ def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
 
 
 @asynccontextmanager
-async def lease_thread(
-    at: str | Nats, name: str, connect_timeout_s: float | None = None
-) -> AsyncIterator[LeaseThread]:
+async def lease_thread(at: str | Nats, name: str, connect_timeout_s: float | None = None) -> AsyncIterator[LeaseThread]:
     """A thread that keeps leases while the block runs. Raises `OperatorError` where the broker cannot be reached."""
     thread = LeaseThread(at, name, connect_timeout_s)
     try:

@@ -1,7 +1,7 @@
 """How a process reaches the brokers and shows them who it is: addresses, TLS, an NKey.
 
-An NKey is an Ed25519 key in NATS's own spelling: base32 of a prefix, the 32 bytes and a CRC-16. The server sends a nonce, and gets
-it back signed: no secret leaves the process, so none can be taken from the broker or its configuration.
+An NKey is an Ed25519 key in NATS's own spelling: base32 of a prefix, the 32 bytes and a CRC-16. The server sends a nonce, and
+gets it back signed: no secret leaves the process, so none can be taken from the broker or its configuration.
 """
 
 import base64
@@ -92,7 +92,9 @@ def access_of(nats: Nats) -> Access:
         raise OperatorError("nats.url is empty.", "Name a server, as nats://127.0.0.1:4222.")
     demands = any(url.startswith("tls://") for url in urls)
     if not demands and (nats.ca or nats.cert):
-        raise OperatorError("nats.ca or nats.cert is set, but nats.url asks for no TLS.", "Write it as tls://host:4222.")
+        raise OperatorError(
+            "nats.ca or nats.cert is set, but nats.url asks for no TLS.", "Write it as tls://host:4222."
+        )
     return Access(urls, demands, _context(nats) if demands else None, _nkey(nats.nkey_seed) if nats.nkey_seed else None)
 
 

@@ -13,6 +13,7 @@ Only fields that a file names are compared: what an operator adds beyond them is
 place is never deleted and made anew here, because that loses requests: it is said, with what to do.
 """
 
+import asyncio
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from pipeline import outside
 from pipeline.bus.connection import Bus
-from pipeline.bus.errors import ApiError, BusError
+from pipeline.bus.errors import ApiError, BusError, Disconnected, Unanswered
 from pipeline.errors import OperatorError
 
 Config = Mapping[str, Any]
@@ -33,6 +35,14 @@ Change = str
 """One sentence: what was done."""
 
 _API_TIMEOUT_S: Final = 5.0
+
+_ELECTED_S: Final = 15.0
+"""In a cluster that has lost a server nobody may lead for the 9 s that an election takes: asked again for so long."""
+
+_ASK_AGAIN_S: Final = 0.2
+
+_SETTLING: Final = frozenset({10008, 10126})
+"""The server's numbers for that, and for a consumer whose stream is about to have more copies."""
 
 _NOT_FOUND: Final = frozenset({10059, 10014})
 """The server's numbers for a stream and a consumer that are not there."""
@@ -284,16 +294,23 @@ def _merged(have: Config, want: Config) -> dict[str, Any]:
 
 async def _call(bus: Bus, subject: str, body: Config | None) -> Config:
     data = b"" if body is None else msgspec.json.encode(body)
-    try:
-        answer = await bus.request(f"$JS.API.{subject}", data, _API_TIMEOUT_S)
-    except BusError as error:
-        raise OperatorError(
-            f"JetStream does not answer: {error}", "Start nats-server with JetStream enabled."
-        ) from None
-    read = msgspec.json.decode(answer, type=_Answer)
-    if read.error is not None:
-        raise ApiError(read.error.code, read.error.err_code, read.error.description)
-    return read.config
+    until_s = outside.monotonic_s() + _ELECTED_S
+    while True:
+        patient = outside.monotonic_s() < until_s
+        try:
+            read = msgspec.json.decode(await bus.request(f"$JS.API.{subject}", data, _API_TIMEOUT_S), type=_Answer)
+        except BusError as error:
+            if isinstance(error, Unanswered | Disconnected) and patient:
+                await asyncio.sleep(_ASK_AGAIN_S)
+                continue
+            raise OperatorError(
+                f"JetStream does not answer: {error}", "Start nats-server with JetStream enabled."
+            ) from None
+        if read.error is None:
+            return read.config
+        if read.error.err_code not in _SETTLING or not patient:
+            raise ApiError(read.error.code, read.error.err_code, read.error.description)
+        await asyncio.sleep(_ASK_AGAIN_S)
 
 
 def _refused(item: Item, error: ApiError) -> OperatorError:

@@ -261,7 +261,9 @@ HANDLER_ERRORS: Final = Counter(
     "headrace_handler_errors", "Exceptions caught in handlers of NATS messages.", registry=REGISTRY
 )
 SERVING: Final = Gauge(
-    "headrace_serving", "1 while this process takes work: not while it starts, and not once it drains.", registry=REGISTRY
+    "headrace_serving",
+    "Whether this process takes work: not while it starts, and not once it drains.",
+    registry=REGISTRY,
 )
 LOOP_LAG_SECONDS: Final = Gauge(
     "headrace_loop_lag_seconds", "How late the event loop last was for its own timer.", registry=REGISTRY

@@ -175,6 +175,11 @@ def test_a_wrong_file_is_named(tmp_path: Path, file: str, text: str, said: str) 
         streams.declared(folder)
 
 
+def test_how_many_copies_there_are_is_said_once_for_all() -> None:
+    assert {item.config["num_replicas"] for item in streams.declared(JETSTREAM, 3).items} == {3}
+    assert streams.declared(JETSTREAM, 1) == DECLARED
+
+
 def test_a_folder_without_streams_is_an_operators_error(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="configs/jetstream"):
         streams.declared(tmp_path)

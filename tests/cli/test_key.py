@@ -3,6 +3,7 @@
 import tomllib
 from pathlib import Path
 
+from pipeline.bus.access import Nkey
 from pipeline.config import load
 from pipeline.protocol.keys import Keyring
 from tests.cli.test_main import headrace
@@ -26,3 +27,15 @@ def test_a_name_that_would_break_the_entry_is_refused() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert "is no name for a key" in done.stderr
+
+
+def test_an_nkeys_seed_is_for_its_owner_alone_and_only_the_public_key_is_shown(tmp_path: Path) -> None:
+    seed = tmp_path / "gateway.seed"
+    said = headrace("key", "nats", str(seed)).stdout.strip()
+    assert said == Nkey.of_seed(seed.read_text("ascii").strip()).public
+    assert seed.stat().st_mode & 0o777 == 0o600
+    before = seed.read_text("ascii")
+    done = headrace("key", "nats", str(seed))
+    assert done.returncode == 2
+    assert "cannot be made: File exists" in done.stderr
+    assert seed.read_text("ascii") == before

@@ -42,6 +42,11 @@ class Node:
         """What it has said."""
         return (self.folder / f"{self.name}.log").read_text("utf-8")
 
+    @property
+    def reloads(self) -> int:
+        """How often it has read its files again."""
+        return self.log.count("Reloaded server configuration")
+
 
 class Cluster:
     """So many nodes, and a seed for each role."""
@@ -120,15 +125,20 @@ class Cluster:
     def reload(self) -> None:
         """Have every node read its files again."""
         for node in self.nodes:
-            before = node.log.count("Reloaded server configuration")
             assert node.process is not None
+            before = node.reloads
             node.process.send_signal(signal.SIGHUP)
-            _until(lambda node=node, before=before: node.log.count("Reloaded server configuration") > before, node)  # type: ignore[misc]
+            while node.reloads == before:
+                assert node.process.poll() is None, node.log[-2000:]
+                time.sleep(0.02)
 
     def await_healthy(self, nodes: Sequence[Node]) -> None:
         """Return when each says that it serves, streams and all."""
         for node in nodes:
-            _until(lambda node=node: _healthy(node), node)  # type: ignore[misc]
+            until_s = time.monotonic() + START_S
+            while not _healthy(node):
+                assert time.monotonic() < until_s, f"{node.name} took too long:\n{node.log[-2000:]}"
+                time.sleep(0.05)
 
     def _environment(self, node: Node) -> Mapping[str, str]:
         host = "127.0.0.1"
@@ -137,7 +147,7 @@ class Cluster:
             "NATS_LISTEN": f"{host}:{node.port}",
             "NATS_HTTP": f"{host}:{node.http_port}",
             "NATS_CLUSTER": f"{host}:{node.route_port}",
-            **{f"NATS_ROUTE_{n}": f'"nats-route://{host}:{self._route(n)}"' for n in (1, 2, 3)},
+            **{f"NATS_ROUTE_{n}": f"nats-route://{host}:{self._route(n)}" for n in (1, 2, 3)},
             "NATS_STORE": str(self.folder / node.name),
             "NATS_TLS_CERT": str(self.certificate.cert),
             "NATS_TLS_KEY": str(self.certificate.key),
@@ -156,12 +166,5 @@ def _healthy(node: Node) -> bool:
         line.settimeout(2)
         line.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
         answer = line.makefile("rb").read()
-        return json.loads(answer.partition(b"\r\n\r\n")[2]).get("status") == "ok"
+        return bool(json.loads(answer.partition(b"\r\n\r\n")[2]).get("status") == "ok")
     return False
-
-
-def _until(holds: "Any", node: Node) -> None:
-    until_s = time.monotonic() + START_S
-    while not holds():
-        assert time.monotonic() < until_s, f"{node.name} took too long:\n{node.log[-2000:]}"
-        time.sleep(0.05)

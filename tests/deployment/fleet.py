@@ -1,4 +1,4 @@
-"""A fleet over the cluster, as `configs/production.toml` sets it up but for its engine: real processes, each with its role's NKey."""
+"""A fleet over the cluster, as `configs/production.toml` has it but for its engine: real processes, each with its role's NKey."""
 
 import contextlib
 import json
@@ -101,7 +101,6 @@ class Fleet:
 @asynccontextmanager
 async def fleet(cluster: Cluster, folder: Path, *, prefill: int, decode: int, gateways: int) -> AsyncIterator[Fleet]:
     """A fleet that serves. At its end none of it is left."""
-    folder.mkdir(parents=True, exist_ok=True)
     members = Fleet(cluster, folder)
     try:
         await members.start(prefill, decode, gateways)

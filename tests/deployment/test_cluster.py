@@ -1,4 +1,4 @@
-"""The pipeline on the cluster of `configs/`: three brokers over TLS, a role's own NKey for every process, three copies of each stream."""
+"""The pipeline on the cluster of `configs/`: three brokers over TLS, an NKey for each role, three copies of each stream."""
 
 import json
 import os
@@ -95,7 +95,9 @@ async def test_no_role_lacks_a_permission_for_what_it_does(cluster: Cluster, tmp
         for command in (("persona", "put", "ada", str(text)), ("shards",), ("credits",), ("dlq", "list")):
             assert await members.command("operator", *command) == 0, members.log("command")
         for _ in range(2):
-            assert (await _chat(members, metadata={"persona": "ada", "conversation": "c7"}))["usage"]["prompt_tokens"] > 8
+            assert (await _chat(members, metadata={"persona": "ada", "conversation": "c7"}))["usage"][
+                "prompt_tokens"
+            ] > 8
         async with await Bus.connect(cluster.nats("producer"), "shop") as shop:
             assert await _heard(shop) == 5
             assert await _kept(shop) == 5
