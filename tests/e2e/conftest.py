@@ -3,6 +3,7 @@
 The model is prepared once, into `HEADRACE_STATE_DIR` or `~/.cache/headrace`.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -51,16 +52,22 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A configuration file whose LMCache server runs. At its end the server and its shared memory are gone."""
-    folder = tmp_path_factory.mktemp("stack")
+    with lmcache_server(tmp_path_factory.mktemp("stack"), "e2e") as path:
+        yield path
+
+
+@contextlib.contextmanager
+def lmcache_server(folder: Path, name: str, more: str = "") -> Iterator[Path]:
+    """The configuration file of an LMCache server that runs; `more` lines are of its table. At the end nothing of it is left."""
     path = folder / "headrace.toml"
-    lmcache = f"[lmcache]\nport = {free_port()}\nhttp_port = {free_port()}\nshm_name = 'e2e-{os.getpid()}'\n"
+    lmcache = f"[lmcache]\nport = {free_port()}\nhttp_port = {free_port()}\nshm_name = '{name}-{os.getpid()}'\n{more}"
     path.write_text(ENGINES + lmcache)
     config = configuration.load(path, {})
     segment = launch.shm_path(config)
     assert segment is not None
     with (folder / "lmcache.log").open("w") as log:
         server = subprocess.Popen(
-            launch.lmcache_command(config), env=os.environ | launch.lmcache_environment(), stdout=log, stderr=log
+            [sys.executable, "-m", "workers.engines.store", "--config", str(path)], cwd=ROOT, stdout=log, stderr=log
         )
         try:
             _await_healthy(config, server, folder / "lmcache.log")

@@ -2,6 +2,7 @@
 
     python -m tests.e2e.engines reference MODEL CONFIG   one plain vLLM engine, without LMCache
     python -m tests.e2e.engines split MODEL CONFIG       a prefill and a decode engine over a running LMCache server
+    python -m tests.e2e.engines hosts MODEL CONFIG CONFIG  prefill over one LMCache server, decode over another
     python -m tests.e2e.engines storm MODEL CONFIG CLASS aborts on a prefill engine while it loads, under a connector class
     python -m tests.e2e.engines warmth MODEL CONFIG      a prefill engine with a small cache, and what its events say of it
 
@@ -25,6 +26,7 @@ import psutil
 from pipeline import config as configuration
 from pipeline.config import Config
 from pipeline.errors import EngineFailed
+from tests.e2e.hosts import hosts
 from tests.e2e.prompts import PROMPTS, REPLY_TOKENS, SPLIT_PROMPTS
 from tests.e2e.warmth import warmth
 from workers.engines import launch
@@ -326,6 +328,7 @@ def main(arguments: list[str]) -> None:
     commands: dict[str, Callable[..., Coroutine[Any, Any, object]]] = {
         "reference": reference,
         "split": split,
+        "hosts": hosts,
         "storm": storm,
         "warmth": warmth,
     }

@@ -121,6 +121,13 @@ def test_lmcache_knows_every_option_we_give_it() -> None:
     assert [option for option in command if option.startswith("--") and option not in usage] == []
 
 
+def test_tiers_behind_the_hosts_own_are_lmcaches_options() -> None:
+    tiers = ({"type": "resp", "host": "kv", "port": 6379}, {"type": "fs", "base_path": "/kv"})
+    command = launch.lmcache_command(replaced(lmcache=LMCache(l2=tiers)))
+    given = [command[at + 1] for at, part in enumerate(command) if part == "--l2-adapter"]
+    assert [msgspec.json.decode(tier) for tier in given] == list(tiers)
+
+
 def test_the_lmcache_command_is_this_interpreters() -> None:
     config = replaced(lmcache=LMCache(l1_bytes=1 << 29, shm_name="here"))
     command = launch.lmcache_command(config)
