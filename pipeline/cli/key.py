@@ -7,7 +7,9 @@ import typer
 
 from pipeline.errors import OperatorError
 
-app = typer.Typer(no_args_is_help=True, help="Make keys: for clients of the gateway, and for processes that connect to NATS.")
+app = typer.Typer(
+    no_args_is_help=True, help="Make keys: for clients of the gateway, and for processes that connect to NATS."
+)
 
 KEY_PREFIX = "hr-"
 """So that a key that is found somewhere is known for what it is."""
