@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+from pipeline.bus.access import Access
 from pipeline.bus.background import handler_failed
 from pipeline.bus.client import Client, Handler, Message
 from pipeline.bus.connection import Bus
@@ -136,16 +137,19 @@ class SimClient:
         """Whether what is written now is sent."""
         return self.link is not None and not self.process.dead
 
+    def secure(self, access: Access) -> None:
+        """Nobody asks who we are."""
+
     async def connect(
         self,
-        url: str,
+        urls: list[str],
         *,
         disconnected_cb: Callable[[], Awaitable[None]],
         reconnected_cb: Callable[[], Awaitable[None]],
         **_: Any,
     ) -> None:
         """Returns once there is a connection."""
-        del url
+        del urls
         self._lost, self._back = disconnected_cb, reconnected_cb
         while not self._attach():
             await asyncio.sleep(RECONNECT_WAIT_S)
