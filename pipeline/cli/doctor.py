@@ -47,7 +47,7 @@ async def _examined(config: "Config", folder: Path | None) -> "list[Finding]":
     from pipeline.doctor.look import look
     from pipeline.paths import JETSTREAM, require
 
-    return findings(config, await look(config, streams.declared(folder or require(JETSTREAM))))
+    return findings(config, await look(config, streams.declared(folder or require(JETSTREAM), config.nats.replicas)))
 
 
 def _page(found: "list[Finding]") -> str:

@@ -39,7 +39,7 @@ async def look(config: Config, declared: streams.Declared) -> Facts:
     around = await asyncio.gather(_gateway_error(config), _store(config))
     facts = Facts(gateway_error=around[0], store=around[1], packages=_packages(), machine=_machine())
     try:
-        async with await Bus.connect(config.nats.url, "headrace-doctor", config.nats.connect_timeout_s) as bus:
+        async with await Bus.connect(config.nats, "headrace-doctor") as bus:
             return await _at_broker(facts, bus, declared)
     except OperatorError as error:
         return msgspec.structs.replace(facts, nats_error=error.problem)
