@@ -15,12 +15,17 @@ ROOT = Path(__file__).parents[1]
 
 PYTHON = (sys.executable, "-m")
 
-CHOICE: tuple[str, ...] = () if shutil.which("chromium") else ("-m", "not system")
+PROGRAMS = {"chromium": "chromium", "redis-server": "redis-server", "systemd-analyze": "systemd"}
+"""What tests marked `system` need, and Debian's package that has it."""
+
+MISSING = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
+
+CHOICE: tuple[str, ...] = ("-m", "not system") if MISSING else ()
 """The tests that this machine can run. pytest alone, and `.ci/run`, which installs what they need, leave none out."""
 
-LEFT_OUT = """
-LEFT OUT  the tests of the page at / in a real browser (tests/browser): there is no chromium on this machine.
-          To have them: apt-get install -y chromium, and run this again.
+LEFT_OUT = f"""
+LEFT OUT  the tests marked `system`: the page at / in a real browser, KV across hosts, systemd's units.
+          To have them: apt-get install -y {" ".join(MISSING)}, and run this again.
 """
 
 GATES: dict[str, tuple[str, ...]] = {
