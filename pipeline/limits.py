@@ -283,3 +283,24 @@ CONVERSATION_LINE_MAX: Final = 32
 
 CONVERSATION_TRIES_MAX: Final = 16
 """Compare-and-sets of one change of a slot: each that fails means that another one has succeeded."""
+
+RECORDERS_MAX: Final = 4
+"""Recorders of traffic that a worker listens to at a time: each costs it a hash over every prompt."""
+
+RECORDER_PERIOD_S: Final = 1.0
+"""A recorder repeats its wish this often."""
+
+RECORDER_SILENT_MAX_S: Final = 3.0
+"""Without a repeat for so long, nobody is told any more."""
+
+TRACE_REORDER_S: Final = 60.0
+"""A line of a trace is held until requests that are younger by this have ended: longer than an interactive reply takes."""
+
+TRACE_LINES_HELD_MAX: Final = 100_000
+"""Lines held for that, at 400 bytes each: a minute of 1,600 requests a second."""
+
+TRACE_BLOCKS_KNOWN_MAX: Final = 1_000_000
+"""Blocks that a recording can tell are there again, at 150 bytes each: of those beyond, the ones not seen for longest go."""
+
+TRACE_LINES_MAX: Final = 1_000_000
+"""Lines of a trace that is replayed, all of which are held: a gigabyte, where prompts are as long as in Mooncake's own."""

@@ -42,6 +42,7 @@ from workers.frames import FrameSender
 from workers.identity import Identity
 from workers.leases import LeaseKeeper, Leases
 from workers.pool import Pool
+from workers.recording import Recorded
 from workers.starts import Starts
 
 log: Final = structlog.get_logger("decode")
@@ -52,6 +53,9 @@ OUTCOMES: Final[dict[Event | None, str]] = {
     Event.CANCELLED: "cancelled",
     Event.FENCED: "fenced",
 }
+
+_TRACED: Final = (Event.WHOLE, Event.GONE, Event.CANCELLED)
+"""Ends after which no other worker goes on with the reply."""
 
 _REFUSALS: Final[dict[Consumption, HandoffAnswer]] = {
     Consumption.NO_GRANT: HandoffAnswer(state="refused", reason="no_grant"),
@@ -89,6 +93,7 @@ class DecodeWorker:
             clock=self.clock,
         )
         self._jobs: Pool[DecodeJob] = Pool(bus, presences, ("decode", me.id), self._ended)
+        self._recorded = Recorded(bus, self.clock)
         self._counted: dict[str, int] = {}
         self._tasks: TaskGroup
 
@@ -99,6 +104,7 @@ class DecodeWorker:
             self._tasks.start_soon(self.desk.frames.run)
             await self._jobs.listen()
             self._tasks.start_soon(self._jobs.watch_receivers)
+            await self._recorded.listen()
             await self.bus.subscribe(subjects.credit(self.me.id), self._credit)
             await self.bus.subscribe(subjects.handoff(self.me.id), self._handoff)
             await self.bus.barrier()
@@ -174,6 +180,8 @@ class DecodeWorker:
 
     def _ended(self, job: DecodeJob) -> None:
         metrics.DECODES.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+        if job.ended_by in _TRACED and job.outbox.length:
+            self._recorded.tell(job.handoff, job.outbox.length)
         if isinstance(job.error, EngineDead):
             self.ledger.draining = True  # until the health check ends this process: what came here would only come back
 

@@ -13,13 +13,40 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
-from pipeline.cli import OPERATOR_EXIT, bench, chaos, chat, dlq, doctor, key, persona, schema, shards, simulate, streams
+from pipeline.cli import (
+    OPERATOR_EXIT,
+    bench,
+    chaos,
+    chat,
+    dlq,
+    doctor,
+    key,
+    persona,
+    record,
+    schema,
+    shards,
+    simulate,
+    streams,
+)
 from pipeline.cli import credits as books
 from pipeline.errors import OperatorError
 
 GROUP: Final = "headrace.commands"
 
-ORDER: Final = ("up", "chat", "bench", "gateway", "worker", "keeper", "streams", "doctor", "credits", "shards", "dlq")
+ORDER: Final = (
+    "up",
+    "chat",
+    "bench",
+    "record",
+    "gateway",
+    "worker",
+    "keeper",
+    "streams",
+    "doctor",
+    "credits",
+    "shards",
+    "dlq",
+)
 """Commands in the help, the first to use first. Others follow."""
 
 HELP: Final = """LLM serving with prefill and decode in two pools of vLLM workers, joined by NATS queues and block credits.
@@ -71,6 +98,7 @@ def program() -> typer.Typer:
 def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "chat", chat.chat
     yield "bench", bench.bench
+    yield "record", record.record
     yield "streams", streams.app
     yield "key", key.app
     yield "schema", schema.schema

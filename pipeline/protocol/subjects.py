@@ -8,6 +8,7 @@ that no id can widen a subject, hit another's, or name a wildcard.
     requests.shard.<n>.<class>.<affinity>.<creator>   what the stream stores: n = partition(affinity)
     credit.<decode>   handoff.<decode>   holder.<worker>   control.cancel.<request>
     presence.<role>.<id>   dlq.<reason>.<class>
+    trace.ask   trace.record.<recorder>
     turns.<creator>.<conversation>   chat.sent.<creator>.<conversation>
 """
 
@@ -181,6 +182,16 @@ def cancel_any() -> str:
 def presence(role: str, process: str) -> str:
     """Where a process says that it lives."""
     return f"presence.{role}.{process}"
+
+
+def trace_ask() -> str:
+    """Where decode workers hear who records traffic."""
+    return "trace.ask"
+
+
+def trace_record(recorder: str) -> str:
+    """Where they tell a recorder of each reply."""
+    return f"trace.record.{recorder}"
 
 
 def turns(conversation: str) -> str:

@@ -119,6 +119,8 @@ def test_every_subject_that_we_build_is_in_the_grammar() -> None:
         subjects.cancel("x.y"): "control.cancel.x=2Ey",
         subjects.presence("decode", "d-1"): "presence.decode.d-1",
         subjects.dead_letter("malformed", "batch"): "dlq.malformed.batch",
+        subjects.trace_ask(): "trace.ask",
+        subjects.trace_record("r1"): "trace.record.r1",
         subjects.turns("ada.c1"): "turns.ada.c1",
         subjects.chat_sent("ada.c1"): "chat.sent.ada.c1",
     }
