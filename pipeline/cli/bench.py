@@ -1,111 +1,94 @@
-"""`headrace bench`: a closed loop against the running stack, C requests at a time, and what their clients saw.
+"""`headrace bench`: load on a running gateway, and what its clients saw. The generator is `pipeline/bench`.
 
-With `--scenario`, instead, a fleet in virtual time: `pipeline/planning`.
-
-The prompts are seeded: a persona per creator, which its requests share, and a question of each request's own. The seed holds the
-run's time, so that a second bench does not find the caches of the first, unless `--warm` asks for just that.
+An open loop (`--rate`, `--trace`) sends at set times and counts latencies from them; a closed one (`--concurrency`) keeps so many
+requests running. A scenario without a gateway is a fleet in virtual time: `pipeline/planning`.
 """
 
-import asyncio
-import math
-import random
 import sys
-import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import typer
 
+from pipeline.cli import bench_options as options
 from pipeline.cli import client
+from pipeline.cli.bench_options import Asked
 from pipeline.cli.options import CaOption, ConfigOption, UrlOption, configuration
 from pipeline.errors import OperatorError
 
-WORDS: Final = (
-    "river", "stone", "market", "winter", "garden", "letter", "bridge", "window", "island", "summer", "paper", "engine",
-    "forest", "mirror", "harbor", "silver", "morning", "valley", "candle", "record", "painter", "thunder", "village",
-    "copper", "meadow", "lantern", "orchard", "compass", "feather", "granite",
-)  # fmt: skip
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-PERCENT_SHOWN: Final = 10
-"""Progress is told in steps of this many percent."""
+    from pipeline.bench.orders import Order
+    from pipeline.bench.session import Plan, Status
+    from pipeline.bench.tally import Report
 
+REQUESTS: Final = 20
+CONCURRENCY: Final = 4
+CREATORS: Final = 4
+SCENARIO_S: Final = 40.0
+SEED_RATE: Final = 10.0
+"""Of the seed scenario on a gateway, where none is given: a hundredth of the source's, with a hundredth of its conversations."""
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send. `prompt_words` of a prompt are its creator's persona, a word being about one token."""
+LINE_PERIOD_S: Final = 5.0
+"""Where nobody watches, a line of progress comes this often."""
 
-    requests: int
-    concurrency: int
-    creators: int
-    prompt_words: int
-    max_tokens: int
-    run: str
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome. Times in milliseconds, of completed requests; null where there are none."""
-
-    requests: int
-    completed: int
-    errors: int
-    ttft_p50_ms: float | None
-    ttft_p99_ms: float | None
-    e2e_p50_ms: float | None
-    e2e_p99_ms: float | None
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    duration_s: float
-    error_messages: dict[str, int]
+INTERRUPTED_EXIT: Final = 130
 
 
 def bench(
     *,
-    requests: Annotated[int, typer.Option("--requests", min=1, help="How many.")] = 20,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, max=1024, help="At a time.")] = 4,
-    creators: Annotated[int, typer.Option("--creators", min=1, help="Personas that the requests share.")] = 4,
-    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Of each prompt, about.")] = 200,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of each reply.")] = 32,
-    warm: Annotated[bool, typer.Option("--warm", help="The same prompts in every run.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")] = False,
-    scenario: Annotated[
-        str | None,
-        typer.Option("--scenario", help="Instead, a fleet in virtual time: seed or scale.", show_default=False),
-    ] = None,
-    engine: Annotated[str, typer.Option("--engine", help="Of a scenario: simulated is all there is.")] = "simulated",
-    duration: Annotated[float, typer.Option("--duration", min=1.0, help="Of a scenario: seconds measured.")] = 40.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of a scenario.")] = 1,
+    requests: options.Requests = None,
+    concurrency: options.Concurrency = None,
+    rate: options.Rate = None,
+    arrivals: options.Arrivals = "poisson",
+    duration: options.Duration = None,
+    warm_up: options.WarmUp = 0.0,
+    timeout: options.Timeout = 120.0,
+    creators: options.Creators = None,
+    prompt_tokens: options.PromptTokens = 200,
+    max_tokens: options.MaxTokens = 32,
+    slo_ttft_ms: options.SloTtft = None,
+    slo_itl_ms: options.SloItl = None,
+    trace: options.Trace = None,
+    speed: options.Speed = 1.0,
+    warm: options.Warm = False,
+    as_json: options.AsJson = False,
+    scenario: options.Scenario = None,
+    engine: options.Engine = None,
+    seed: options.Seed = 1,
     url: UrlOption = None,
     ca: CaOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Measure the running stack: times, tokens, cache hits. Or, with --scenario, plan for one, without it.
+    """Put load on a gateway, and measure what its clients see. Or, with --scenario alone, plan a fleet in virtual time.
+
+    Ctrl-C stops sending and waits for what runs, a second one leaves it; both print what was measured. Exits with 1 where a
+    reply was not whole.
 
     Example: headrace bench --requests 200 --concurrency 8 --creators 4
 
-    Example: headrace bench --scenario seed --json
+    Example: headrace bench --rate 20 --duration 60 --warm-up 10 --slo-ttft-ms 200 --slo-itl-ms 50
+
+    Example: headrace bench --trace traffic.jsonl --speed 2 --duration 300
+
+    Example: headrace bench --scenario seed --rate 20 --duration 60
+
+    Example: headrace bench --scenario seed --engine simulated --json
     """
-    if scenario is not None:
-        print(plan(scenario, engine, duration, seed, as_json=as_json))
+    given = locals()  # every option by its name
+    if scenario is not None and (engine is not None or (url is None and rate is None)):
+        print(plan(scenario, engine or "simulated", duration or SCENARIO_S, seed, as_json=as_json))
         return
-    gateway = client.gateway(url, ca, configuration(config))
-    load = Load(
-        requests=requests,
-        concurrency=concurrency,
-        creators=creators,
-        prompt_words=prompt_tokens,
-        max_tokens=max_tokens,
-        run="warm" if warm else f"{time.time_ns():x}",
-    )
-    outcome = asyncio.run(run(gateway, load))
-    print(msgspec.json.encode(outcome).decode() if as_json else table(outcome))
-    raise typer.Exit(1 if outcome.errors else 0)
+    asked = Asked(**{name: given[name] for name in Asked.__struct_fields__})
+    asked.check()
+    load(asked, client.gateway(url, ca, configuration(config)), as_json=as_json)
 
 
 def plan(scenario: str, engine: str, duration_s: float, seed: int, *, as_json: bool) -> str:
-    """Run a scenario; what to print. Raises `OperatorError` for one that there is not."""
+    """Run a scenario in virtual time; what to print. Raises `OperatorError` for one that there is not."""
     if engine != "simulated":
-        raise OperatorError(f"A scenario cannot run on {engine!r}.", "Use --engine simulated.")
+        raise OperatorError(f"A scenario cannot run on {engine!r}.", "Use --engine simulated, or --url for a gateway.")
     from pipeline.planning import scale
     from pipeline.planning import seed as seeded
 
@@ -122,86 +105,111 @@ def _told(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
 
-async def run(gateway: client.Gateway, load: Load) -> Report:
-    """Send the load, `concurrency` requests at a time, and report."""
-    replies: list[client.Reply] = []
-    numbers = iter(range(load.requests))
-
-    async def keep_asking() -> None:
-        for number in numbers:
-            creator, body = prompt(load, number)
-            replies.append(await client.chat(gateway, body, creator, lambda _: None))
-            _progress(len(replies), load.requests)
-
-    started_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(load.concurrency, load.requests)):
-            group.create_task(keep_asking())
-    return report(replies, time.perf_counter() - started_s)
+# --------------------------------------------------------------------------------------------------------------
+# Load on a gateway
 
 
-def prompt(load: Load, number: int) -> tuple[str, dict[str, Any]]:
-    """Creator and body of the request with this number: the same for the same load."""
-    creator = f"bench-{number % load.creators}"
-    persona = random.Random(f"{load.run}/{creator}").choices(WORDS, k=max(1, load.prompt_words - 20))
-    question = " ".join(random.Random(f"{load.run}/{number}").choices(WORDS, k=8))
-    body = client.chat_body(
-        f"Tell a story about: {question}.", system=" ".join(persona), max_tokens=load.max_tokens, temperature=0
+def load(asked: Asked, gateway: client.Gateway, *, as_json: bool) -> None:
+    """Put it there, and print the report. Raises `typer.Exit` with the exit status."""
+    import asyncio
+
+    import uvloop
+
+    from pipeline.bench.page import page
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        report = runner.run(measured(asked, gateway))
+    print(msgspec.json.encode(report).decode() if as_json else page(report))
+    if report.interrupted:
+        raise typer.Exit(INTERRUPTED_EXIT)
+    raise typer.Exit(1 if report.errors or report.refused else 0)
+
+
+async def measured(asked: Asked, gateway: client.Gateway) -> "Report":
+    """The report of a run."""
+    from pipeline.bench import session
+
+    chosen = await planned(asked, gateway)
+    return await session.run(gateway, client.headers_of(), chosen, Progress(chosen.bounds.requests))
+
+
+async def planned(asked: Asked, gateway: client.Gateway) -> "Plan":
+    """What is to be sent, when, and for how long. Raises `OperatorError` for a trace or a gateway that is none."""
+    from pipeline.bench import arrivals, session
+    from pipeline.bench.loops import Bounds
+    from pipeline.bench.outcome import Slo
+
+    rate = asked.rate or (SEED_RATE if asked.scenario and asked.concurrency is None else None)
+    duration_s, requests = asked.duration, asked.requests
+    times_s: Iterator[float] | None = None
+    if asked.trace is not None:
+        orders, times_s, loop = await _replayed(asked, gateway)
+    else:
+        orders, loop = _orders(asked, rate), ""
+        requests = requests or (REQUESTS if duration_s is None else None)
+    if rate is not None:
+        times_s = arrivals.times(asked.arrivals, rate, f"arrivals/{asked.seed}")
+        loop = f"open loop, {rate:g}/s {asked.arrivals}"
+    if asked.concurrency is not None or times_s is None:
+        times_s, loop = None, f"closed loop, {asked.concurrency or CONCURRENCY} at a time"
+    in_flight = session.in_flight_max() if times_s is not None else asked.concurrency or CONCURRENCY
+    slo = Slo(asked.slo_ttft_ms, asked.slo_itl_ms)
+    return session.Plan(
+        orders=orders,
+        times_s=times_s,
+        bounds=Bounds(requests=requests, duration_s=duration_s, warm_up_s=asked.warm_up, in_flight=in_flight),
+        loop=loop,
+        timeout_s=asked.timeout,
+        slo=slo if slo != Slo() else None,
     )
-    return creator, body
 
 
-def report(replies: Sequence[client.Reply], duration_s: float) -> Report:
-    """Counts and percentiles."""
-    whole = [reply for reply in replies if reply.error is None]
-    messages: dict[str, int] = {}
-    for reply in replies:
-        if reply.error is not None:
-            messages[reply.error] = messages.get(reply.error, 0) + 1
-    ttfts_s = [reply.ttft_s for reply in whole if reply.ttft_s is not None]
-    return Report(
-        requests=len(replies),
-        completed=len(whole),
-        errors=len(replies) - len(whole),
-        ttft_p50_ms=percentile_ms(ttfts_s, 50),
-        ttft_p99_ms=percentile_ms(ttfts_s, 99),
-        e2e_p50_ms=percentile_ms([reply.e2e_s for reply in whole], 50),
-        e2e_p99_ms=percentile_ms([reply.e2e_s for reply in whole], 99),
-        prompt_tokens=sum(reply.usage.prompt_tokens for reply in whole),
-        cached_tokens=sum(reply.usage.cached_tokens for reply in whole),
-        output_tokens=sum(reply.usage.completion_tokens for reply in whole),
-        duration_s=round(duration_s, 3),
-        error_messages=messages,
+def _orders(asked: Asked, rate: float | None) -> "Iterator[Order]":
+    from pipeline.bench import orders
+    from pipeline.planning import source, traffic
+
+    if asked.scenario is None:
+        creators = asked.creators or CREATORS
+        return orders.plain(
+            orders.Load(creators=creators, prompt_words=asked.prompt_tokens, max_tokens=asked.max_tokens, run=asked.run)
+        )
+    per_s = rate or SEED_RATE
+    work = traffic.Workload(
+        seed=asked.seed,
+        per_s=per_s,
+        creators=asked.creators or source.CREATORS,
+        conversations=max(1, round(per_s * source.TURN_GAP_S)),
     )
+    return orders.seed(work, asked.run)
 
 
-def percentile_ms(times_s: Sequence[float], percent: int) -> float | None:
-    """The nearest-rank percentile, in milliseconds. None of nothing."""
-    if not times_s:
-        return None
-    rank = max(1, math.ceil(len(times_s) * percent / 100))
-    return round(sorted(times_s)[rank - 1] * 1000, 2)
+async def _replayed(asked: Asked, gateway: client.Gateway) -> "tuple[Iterator[Order], Iterator[float], str]":
+    from pipeline.bench import replay, template
+
+    assert asked.trace is not None
+    lines = replay.read(asked.trace)
+    model = await template.ask(gateway, client.headers_of())
+    if not model.exact:
+        _told(f"The model takes {model.tokens_per_word:.2f} tokens for one of our words: lengths are only about right.")
+    loop = f"open loop, {asked.trace.name} at {asked.speed:g} × its speed"
+    return replay.orders(lines, model, asked.run), replay.times_s(lines, asked.speed), loop
 
 
-def table(outcome: Report) -> str:
-    """The report for people."""
-    per_s = outcome.completed / outcome.duration_s if outcome.duration_s else 0.0
-    cached = outcome.cached_tokens / outcome.prompt_tokens if outcome.prompt_tokens else 0.0
-    lines = [
-        f"requests     {outcome.requests}, {outcome.completed} whole, {outcome.errors} failed, {per_s:.1f}/s",
-        f"first token  p50 {_ms(outcome.ttft_p50_ms)}   p99 {_ms(outcome.ttft_p99_ms)}",
-        f"whole reply  p50 {_ms(outcome.e2e_p50_ms)}   p99 {_ms(outcome.e2e_p99_ms)}",
-        f"tokens       {outcome.prompt_tokens} prompt ({cached:.0%} cached), {outcome.output_tokens} reply",
-        *(f"{count:>6} × {message}" for message, count in outcome.error_messages.items()),
-    ]
-    return "\n".join(lines)
+class Progress:
+    """Tells of a run on stderr: one line that is rewritten on a terminal, and one now and then elsewhere."""
 
+    def __init__(self, requests: int | None) -> None:
+        self._requests = requests
+        self._terminal = sys.stderr.isatty()
+        self._next_s = LINE_PERIOD_S
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f} ms"
+    def __call__(self, status: "Status") -> None:
+        """Where the run is."""
+        from pipeline.bench.page import progress
 
-
-def _progress(done: int, of: int) -> None:
-    step = max(1, of * PERCENT_SHOWN // 100)
-    if done % step == 0 or done == of:
-        print(f"{done} of {of}", file=sys.stderr, flush=True)
+        line = progress(status, self._requests)
+        if self._terminal:
+            print(f"\r\033[K{line}", end="\n" if status.over else "", file=sys.stderr, flush=True)
+        elif status.over or status.elapsed_s >= self._next_s:
+            self._next_s = status.elapsed_s + LINE_PERIOD_S
+            print(line, file=sys.stderr, flush=True)

@@ -81,6 +81,7 @@ class PromptDetails(msgspec.Struct, frozen=True):
 class Split(msgspec.Struct, frozen=True, kw_only=True):
     """Ours: how the work was split between the two pools."""
 
+    hbm_tokens: int = 0
     decode_cached_tokens: int = 0
     prefill_generated_tokens: int = 0
     prefill: str = "?"
@@ -173,7 +174,7 @@ async def chat(at: Gateway, body: dict[str, Any], creator: str | None, on_text: 
     payload = msgspec.json.encode(body)
     try:
         async with http.requested(
-            "POST", f"{url}/v1/chat/completions", body=payload, headers=_headers(creator), trust=at.trust
+            "POST", f"{url}/v1/chat/completions", body=payload, headers=headers_of(creator), trust=at.trust
         ) as response:
             await _follow(response, reply, started_s, on_text)
     except ConnectionRefusedError:
@@ -189,7 +190,8 @@ async def chat(at: Gateway, body: dict[str, Any], creator: str | None, on_text: 
     return reply
 
 
-def _headers(creator: str | None) -> dict[str, str]:
+def headers_of(creator: str | None = None) -> dict[str, str]:
+    """What goes with a chat: the body's type, the creator, and the bearer key where there is one."""
     headers = {"content-type": "application/json"}
     if creator:
         headers["x-creator-id"] = creator

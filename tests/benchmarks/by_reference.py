@@ -28,7 +28,6 @@ import typer
 
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.kv import Bucket
-from pipeline.cli.bench import WORDS, percentile_ms
 from pipeline.cli.tables import table
 from pipeline.config import Config, Conversations, Simulated
 from pipeline.protocol import personas
@@ -37,6 +36,8 @@ from pipeline.protocol.personas import Persona
 from pipeline.protocol.turns import Turn
 from pipeline.telemetry import logs
 from tests.nats_server import NatsServer
+from tests.percentiles import percentile_ms
+from tests.words import WORDS
 from tests.workers.fleet import Caller, Fleet, config_for, fleet, until
 from workers.engines.simulated.words import tokenise
 

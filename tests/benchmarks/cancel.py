@@ -21,9 +21,9 @@ from typing import Annotated, Final
 import msgspec
 import typer
 
-from pipeline.cli.bench import percentile_ms
 from pipeline.cli.tables import table
 from tests.nats_server import NatsServer
+from tests.percentiles import percentile_ms
 from tests.workers.cancel_stages import STAGES, Met, Way, cancelled, stand
 
 WAYS: Final[tuple[Way, ...]] = ("cancel", "leave")

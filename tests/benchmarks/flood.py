@@ -26,11 +26,11 @@ import typer
 
 from pipeline.bus.connection import Bus
 from pipeline.cli import http
-from pipeline.cli.bench import percentile_ms
 from pipeline.cli.tables import table
 from pipeline.protocol.keys import hash_of
 from tests.gateway.worker_double import Job, WorkerDouble
 from tests.nats_server import NatsServer, free_port
+from tests.percentiles import percentile_ms
 
 BODY: Final = msgspec.json.encode(
     {"messages": [{"role": "system", "content": "x" * 8000}, {"role": "user", "content": "?"}]}

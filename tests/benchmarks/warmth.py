@@ -25,13 +25,14 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.kv import Bucket
 from pipeline.bus.puller import EXPIRES_S
 from pipeline.cli import client, http
-from pipeline.cli.bench import WORDS, percentile_ms
 from pipeline.cli.options import ConfigOption, configuration
 from pipeline.cli.tables import table
 from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.routes import Route
 from pipeline.protocol.subjects import Shard
+from tests.percentiles import percentile_ms
+from tests.words import WORDS
 
 Source = Literal["cold", "hbm", "lmcache"]
 SOURCES: Final[tuple[Source, ...]] = ("cold", "lmcache", "hbm")

@@ -14,8 +14,8 @@ import anyio
 import msgspec
 
 from pipeline.cli import client, http
-from pipeline.cli.bench import WORDS
 from pipeline.config import Simulated
+from tests.words import WORDS
 from workers.engines.simulated.reply import Reply, sampling_of
 from workers.engines.simulated.words import prompt_of
 

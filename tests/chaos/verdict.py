@@ -15,9 +15,9 @@ from typing import Final
 
 import msgspec
 
-from pipeline.cli.bench import percentile_ms
 from tests.chaos.load import Outcome
 from tests.chaos.rest import Rest
+from tests.percentiles import percentile_ms
 
 _TOKEN: Final = re.compile(r" \S+?(?=[,.!?🌊🎣🐟🌱🔥🌙🚀💧 ]|$)|\S")
 """A piece of the simulated reply: a word, or a mark that may follow one."""

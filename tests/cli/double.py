@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
 
