@@ -26,6 +26,7 @@ def test_the_stack_serves_https_and_its_commands_trust_it(tmp_path: Path) -> Non
         assert chat.returncode == 0, chat.stderr
         bench = headrace(path, "bench", "--requests", "4", "--json")
         assert bench.returncode == 0, bench.stderr
+        assert '"not_trusted":1' in headrace(path, "bench", "--requests", "1", "--url", url, "--json").stdout
         elsewhere = headrace(path, "chat", "Tell me more.", "--url", url)
         assert elsewhere.returncode == 1
         assert "is not trusted" in elsewhere.stderr

@@ -15,7 +15,7 @@ import msgspec
 import openai
 import typer
 
-from pipeline.cli.bench import WORDS
+from tests.words import WORDS
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

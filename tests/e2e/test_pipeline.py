@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -131,6 +132,21 @@ def test_bench_prints_one_json_object(running: Running) -> None:
     assert result["e2e_p50_ms"] > 0
     assert result["cached_tokens"] <= result["prompt_tokens"]
     assert result["output_tokens"] > 0
+
+
+def test_a_trace_is_replayed_with_exactly_its_lengths_and_its_shared_prefix(running: Running, tmp_path: Path) -> None:
+    lines = [(1200, 9, [0, 1, 2]), (1200, 5, [0, 1, 3]), (600, 7, [4, 5])]
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 4000 * at, "input_length": tokens, "output_length": reply, "hash_ids": ids}
+        for at, (tokens, reply, ids) in enumerate(lines)
+    ]
+    trace.write_text("\n".join(json.dumps(row) for row in rows), "utf-8")
+    result = json.loads(running.run("bench", "--trace", str(trace), "--json").splitlines()[-1])
+    assert (result["completed"], result["prompt_tokens"], result["output_tokens"]) == (3, 3000, 21)
+    assert result["cached_tokens"] >= 1024, (
+        "the two blocks that the second shares with the first; more if it came again"
+    )
 
 
 def test_decode_never_preempts_when_more_is_asked_for_than_it_has_room_for(running: Running) -> None:
