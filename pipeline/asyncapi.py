@@ -82,6 +82,7 @@ _IN_JSON: Final[dict[str, Any]] = {
     "prompt": list[int],
     "extra": ExtraInJson | None,
     "choices": list[ChoiceInJson],
+    "stages": dict[str, float] | None,
 }
 """Fields that are packed in msgpack."""
 

@@ -22,13 +22,17 @@ CLAIM_AT_HEADER = "Claim-At"
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the answer to a request goes, as far as its message says. `reply_to` is None where nobody may be answered."""
+    """Where the answer to a request goes, as far as its message says. `reply_to` is None where nobody may be answered.
+
+    `request_id` is the client's own name for it, for people.
+    """
 
     request: str
     reply_to: str | None
     claim_at: str | None
     receiver: str | None
     encoding: Encoding
+    request_id: str = ""
 
 
 class Intake(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,12 +66,14 @@ def address(payload: bytes, headers: Mapping[str, str] | None, ack: AckSubject, 
         tree = {}
     request, receiver = tree.get("id"), tree.get("receiver")
     named = request if isinstance(request, str) and 0 < len(request) <= REQUEST_ID_BYTES_MAX else None
+    theirs = tree.get("request_id")
     return Address(
         request=named or f"{ack.stream}-{ack.sequence}",
         reply_to=_allowed(_said(tree, "reply_to", headers, REPLY_TO_HEADER), rules),
         claim_at=_allowed(_said(tree, "claim_at", headers, CLAIM_AT_HEADER), rules),
         receiver=receiver if isinstance(receiver, str) else None,
         encoding=encoding_of(payload),
+        request_id=theirs if isinstance(theirs, str) and len(theirs) <= REQUEST_ID_BYTES_MAX else "",
     )
 
 

@@ -17,6 +17,7 @@ from pipeline.errors import ErrorBody, InvalidField
 from pipeline.protocol.conversations import Talk
 from pipeline.protocol.keys import KeyUse
 from pipeline.protocol.pieces import Choice, ChoiceInJson, Extra, ExtraInJson
+from pipeline.protocol.stages import AtPrefill, Stages, named
 
 Version = Literal[1]
 Encoding = Literal["json", "msgpack"]
@@ -97,7 +98,7 @@ class Done(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag=
     """The whole reply once more; `index` is its length in tokens. Sent as a request: the ack follows `Whole`.
 
     `choices` are all replies, where there are several, or where there is more to say than ids, text and reason: these are the
-    first one's. `prompt` has the prompt's ids (packed), where they are asked for.
+    first one's. `prompt` has the prompt's ids (packed), where they are asked for. `stages`: where the workers' time went.
     """
 
     ids: bytes
@@ -106,6 +107,7 @@ class Done(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag=
     usage: Usage
     choices: list[Choice] = []
     prompt: bytes = b""
+    stages: Stages | None = None
 
     @property
     def all_choices(self) -> list[Choice]:
@@ -250,7 +252,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
 
     `ask` is the grant's id, `epoch` the decode worker's that gave it. `claim` is prefill's, which decode takes over. `ids`
     are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the messages. `talk` is set
-    where the exchange is to be written down.
+    where the exchange is to be written down. `stages` is where prefill's time went, `trace` the trace context's headers.
     `direct`: no prefill engine has seen this prompt. LMCache has of it what earlier ones have left; decode computes the rest.
     """
 
@@ -276,6 +278,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     hbm_tokens: int = 0
     direct: bool = False
     talk: Talk | None = None
+    stages: AtPrefill | None = None
+    trace: dict[str, str] = {}
 
 
 class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answer"):
@@ -402,6 +406,7 @@ def _spelled_out(frame: AnyFrame) -> dict[str, Any]:
     if isinstance(frame, Done):
         fields["choices"] = [_choice_in_json(choice) for choice in frame.choices]
         fields["prompt"] = unpack_ids(frame.prompt)
+        fields["stages"] = frame.stages and named(frame.stages)
     return {"kind": frame.__struct_config__.tag, **fields}
 
 

@@ -7,7 +7,7 @@ that no id can widen a subject, hit another's, or name a wildcard.
     requests.in.<class>.<affinity>.<creator>          what producers and gateways publish
     requests.shard.<n>.<class>.<affinity>.<creator>   what the stream stores: n = partition(affinity)
     credit.<decode>   handoff.<decode>   holder.<worker>   control.cancel.<request>
-    presence.<role>.<id>   dlq.<reason>.<class>
+    control.trace.<request>   presence.<role>.<id>   dlq.<reason>.<class>
     trace.ask   trace.record.<recorder>
     turns.<creator>.<conversation>   chat.sent.<creator>.<conversation>
 """
@@ -177,6 +177,16 @@ def cancel(request: str) -> str:
 def cancel_any() -> str:
     """What hears of every cancelled request."""
     return "control.cancel.*"
+
+
+def trace(request: str) -> str:
+    """Where every process is asked what it knows of a request, by its id or by the client's own name for it."""
+    return f"control.trace.{token(request)}"
+
+
+def trace_any() -> str:
+    """What hears of every such question."""
+    return "control.trace.*"
 
 
 def presence(role: str, process: str) -> str:

@@ -125,4 +125,7 @@ def test_every_subject_that_we_build_is_in_the_grammar() -> None:
         subjects.chat_sent("ada.c1"): "chat.sent.ada.c1",
     }
     assert subjects.matches(subjects.cancel_any(), subjects.cancel("x.y"))
+    assert subjects.trace("x.y") == "control.trace.x=2Ey"
+    assert subjects.matches(subjects.trace_any(), subjects.trace("x.y"))
+    assert not subjects.matches(subjects.cancel_any(), subjects.trace("x.y"))
     assert all(made == expected for made, expected in built.items())
