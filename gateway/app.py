@@ -25,6 +25,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
+from gateway.account import Account
 from gateway.chat import Chat
 from gateway.door import KEEP_ALIVE_S, Door
 from gateway.errors import http_error, unforeseen
@@ -52,6 +53,7 @@ from pipeline.protocol.presence import Presences
 from pipeline.protocol.shares import Bounds, Shares
 from pipeline.protocol.subjects import CLASSES
 from pipeline.telemetry import logs, metrics
+from pipeline.telemetry.lag import measure_lag
 
 BACKLOG: Final = 2048
 """Connections that wait to be accepted: a burst of a full gateway."""
@@ -109,8 +111,10 @@ class Gateway:
         self.lookout = Lookout(self.presences, outside.monotonic_s)
         self.warm = Warm(bus, self.presences, outside.monotonic_s)
         self.routing = Routing(bus, self.presences, self.warm, process, config.requests.shards, outside.monotonic_s)
+        self.account = Account(bus, config.telemetry, process)
         self.chat = Chat(
             bus=bus,
+            account=self.account,
             replies=self.replies,
             admission=self.admission,
             guests=self.guests,
@@ -155,6 +159,7 @@ class Gateway:
         """Be there for frames and claims; returns when the broker knows."""
         await self.bus.subscribe(self.terms.reply_to, self.replies.on_frames)
         await self.bus.subscribe(self.terms.claim_at, self.replies.on_claim)
+        await self.account.recorder.listen()
         self.bus.on_reconnect(self.replies.ask_holders)
         self.bus.on_disconnect(self.lookout.deaf)
         self.bus.on_reconnect(self.lookout.hearing)
@@ -196,9 +201,11 @@ async def running(config: Config, source: Path | None = None) -> AsyncIterator[G
         routing = Background(gateway.routing.run(), "routing")
         watch = Background(gateway.vigil.run(), "vigil")
         keys = Background(gateway.guests.run(), "keys")
+        lag = Background(measure_lag(), "loop lag")
         try:
             yield gateway
         finally:
+            await lag.stop()
             await keys.stop()
             await watch.stop()
             await routing.stop()
@@ -208,6 +215,7 @@ async def running(config: Config, source: Path | None = None) -> AsyncIterator[G
             announcer.now()
             await announcer.stop()
             await watcher.stop()
+            await asyncio.to_thread(gateway.account.spans.close)
 
 
 def create_app(config: Config, source: Path | None = None) -> Starlette:

@@ -17,6 +17,7 @@ import structlog
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import errors, intake, openai, sse
+from gateway.account import Account
 from gateway.detailed import DetailedChunks
 from gateway.fleet import Lookout
 from gateway.intake import Order, Terms
@@ -31,7 +32,7 @@ from pipeline.protocol.admission import Admission
 from pipeline.protocol.keys import Key
 from pipeline.protocol.messages import Done
 from pipeline.protocol.shares import Place
-from pipeline.telemetry import logs, metrics
+from pipeline.telemetry import logs
 
 PUBLISH_TIMEOUT_S: Final = 5.0
 """The publish is repeated under its id this long: a broker that restarts is back within one second."""
@@ -65,6 +66,7 @@ class Chat:
         lookout: Lookout,
         routing: Routing,
         terms: Terms,
+        account: Account,
         body_bytes_max: int,
         body_timeout_s: float,
     ) -> None:
@@ -75,6 +77,7 @@ class Chat:
         self._guests = guests
         self._lookout = lookout
         self._terms = terms
+        self._account = account
         self._body_bytes_max = body_bytes_max
         self._body_timeout_s = body_timeout_s
         self._clock: Callable[[], float] = outside.monotonic_s
@@ -86,15 +89,14 @@ class Chat:
         request = uuid4().hex
         request_id = intake.request_id_of(headers) or request
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        out = Outgoing(send, request_id.encode())
+        out = Outgoing(send, request_id)
         try:
             order, place = await self._accept(request, headers, receive)
         except ReplyError as error:
-            _count_refusal(error.code)
-            _count(outcome(error.body()), headers)
+            self._account.refused(error, headers, self._clock() - asked_s)
             await out.fail(error.body())
         except ClientLeft:
-            _count("cancelled", headers)
+            self._account.refused(None, headers, self._clock() - asked_s)
         else:
             await self._serve(order, place, asked_s, receive, out)
 
@@ -138,9 +140,9 @@ class Chat:
     async def _serve(self, order: Order, place: Place, asked_s: float, receive: Receive, out: "Outgoing") -> None:
         """From admission to the end: whatever happens, the reply is closed and the place is free again."""
         reply = self._replies.open(order.id, asked_s, order.timeout_s)
-        reply.detailed = not order.detail.plain
+        reply.detailed, reply.klass = not order.detail.plain, order.klass
         reply.on_begun = lambda: place.begun(self._clock())
-        metrics.IN_FLIGHT.inc()
+        self._account.begin(order, reply, out.request_id, self._clock())
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(_watch(receive, reply))
@@ -152,8 +154,7 @@ class Chat:
             tokens = usage.prompt_tokens if usage else None
             place.leave(self._clock(), drained=reply.published, prompt_tokens=tokens)
             self._admission.leave(self._clock(), drained=reply.published, served=usage is not None)
-            metrics.IN_FLIGHT.dec()
-            _count_end(order, reply, self._clock() - asked_s)
+            self._account.ended(order, self._clock())
 
     async def _relay(self, order: Order, reply: Reply, out: "Outgoing") -> None:
         """Publish, then pass the reply on. Raises nothing, so that the watch beside it is never broken off."""
@@ -178,7 +179,9 @@ class Chat:
         try:
             affinity = self._routing.affinity(order.creator, order.conversation)
             subject = subjects.request_in(order.klass, affinity, order.creator)
+            reply.at.sent_s = self._clock()
             await self._bus.store(subject, payload, msg_id=order.id, timeout_s=timeout_s, headers=order.trace)
+            reply.at.stored_s = self._clock()
             self._replies.confirm(reply)
         except CapacityError as error:
             wait_s = error.retry_after_s or self._admission.wait_s(self._clock())
@@ -190,9 +193,10 @@ class Chat:
 class Outgoing:
     """The response: its first message is sent with the first part of its body."""
 
-    def __init__(self, send: Send, echo: bytes) -> None:
+    def __init__(self, send: Send, request_id: str) -> None:
+        self.request_id = request_id
         self._send = send
-        self._echo = (b"x-request-id", echo)
+        self._echo = (b"x-request-id", request_id.encode())
         self.started = False
 
     async def write(self, body: bytes, *, more: bool) -> None:
@@ -267,52 +271,7 @@ async def read_body(headers: intake.Headers, receive: Receive, bytes_max: int, c
     return b"".join(parts)
 
 
-def outcome(end: Done | ErrorBody | None) -> str:
-    """The word under which a request is counted. No end: its client had left."""
-    if end is None:
-        return "cancelled"
-    if isinstance(end, Done):
-        return "whole"
-    if end.code == "deadline":
-        return "expired"
-    if end.status in (429, 503):
-        return "rejected"
-    return "invalid" if end.status < 500 else "failed"
-
-
 async def _watch(receive: Receive, reply: Reply) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     reply.leave()
-
-
-def _count(word: str, headers: intake.Headers) -> None:
-    """A request that was not let in. What is no class is counted as interactive: labels are bounded."""
-    try:
-        klass = intake.class_of(headers)
-    except ReplyError:
-        klass = "interactive"
-    metrics.REQUESTS.labels(outcome=word, klass=klass).inc()
-
-
-def _count_refusal(code: str) -> None:
-    """Why: only of what an operator's bounds and keys decide."""
-    if code in metrics.LABELS["headrace_refusals"]["reason"]:
-        metrics.REFUSALS.labels(reason=code).inc()
-
-
-def _count_end(order: Order, reply: Reply, took_s: float) -> None:
-    end = reply.end if reply.delivered else None
-    word = outcome(end)
-    metrics.REQUESTS.labels(outcome=word, klass=order.klass).inc()
-    log.debug("ended", request=order.id, outcome=word, took_ms=round(1000 * took_s))
-    if isinstance(end, ErrorBody):
-        _count_refusal(end.code)
-    if isinstance(end, ErrorBody) and end.status >= 500:
-        log.warning("reply_failed", request=order.id, code=end.code)
-    if isinstance(end, Done):
-        metrics.E2E_SECONDS.observe(took_s)
-        metrics.PROMPT_TOKENS.inc(end.usage.prompt_tokens)
-        metrics.CACHED_TOKENS.inc(end.usage.cached_tokens)
-        metrics.DECODE_CACHED_TOKENS.inc(end.usage.decode_cached_tokens)
-        metrics.OUTPUT_TOKENS.inc(end.usage.completion_tokens)

@@ -39,6 +39,8 @@ from pipeline.protocol.messages import (
     frames_decoder,
 )
 from pipeline.protocol.reply import Piece, Receiver, joined
+from pipeline.protocol.stages import AtGateway
+from pipeline.protocol.subjects import CLASSES
 from pipeline.telemetry import logs, metrics
 
 ANSWER_WITHIN_S: Final = 1.0
@@ -46,6 +48,8 @@ ANSWER_WITHIN_S: Final = 1.0
 
 WHOLE_REMEMBERED_MAX: Final = 4096
 """Finished requests that still answer `whole` to a late claim. One that is forgotten answers `gone`, and is acked as well."""
+
+_ITL_SECONDS: Final = {klass: metrics.ITL_SECONDS.labels(klass=klass) for klass in CLASSES}
 
 log = logs.get("gateway")
 
@@ -61,11 +65,12 @@ class Reply:
         "_parts",
         "_wake",
         "answer_by_s",
-        "asked_s",
+        "at",
         "delivered",
         "detailed",
         "doubted",
         "end",
+        "klass",
         "last_frame_s",
         "left",
         "on_begun",
@@ -77,7 +82,8 @@ class Reply:
 
     def __init__(self, request: str, asked_s: float) -> None:
         self.request = request
-        self.asked_s = asked_s
+        self.at = AtGateway(asked_s)
+        self.klass = CLASSES[0]
         self.receiver = Receiver(request)
         self.answer_by_s: float | None = None
         """Set while it is not known whether anybody works on it: until then somebody must answer for it."""
@@ -215,11 +221,13 @@ class Replies:
         except msgspec.DecodeError as error:
             log.warning("claim_unreadable", subject=message.subject, error=str(error))
             return
-        self._accuser.heard(claim.holder, claim.epoch, self._clock())
+        now_s = self._clock()
+        self._accuser.heard(claim.holder, claim.epoch, now_s)
         reply = self._open.get(claim.request)
         answer = self._late(claim.request) if reply is None else reply.receiver.claim(claim)
         if reply is not None and isinstance(answer, Go):
             reply.answer_by_s = None
+            reply.at.claimed(claim.claim, claim.follows, now_s)
         if message.reply:
             self._say(message.reply, answer)
 
@@ -249,6 +257,7 @@ class Replies:
         if heard.notice is not None:
             self._say(*heard.notice)
         if heard.end is not None:
+            reply.at.ended_s = now_s
             self._end(reply, heard.end)
         return heard.answer
 
@@ -265,7 +274,7 @@ class Replies:
 
 def _measure(reply: Reply, now_s: float) -> None:
     if reply.last_frame_s is None:
-        metrics.TTFT_SECONDS.observe(now_s - reply.asked_s)
+        reply.at.first_s = now_s
     else:
-        metrics.ITL_SECONDS.observe(now_s - reply.last_frame_s)
+        _ITL_SECONDS[reply.klass].observe(now_s - reply.last_frame_s)
     reply.last_frame_s = now_s

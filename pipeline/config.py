@@ -170,6 +170,19 @@ class Simulated(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Share of prefills and decodes that fail."""
 
 
+class Telemetry(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a process says of the requests that it has worked on. What a prompt or a reply says is never in it."""
+
+    log_requests: bool = True
+    """A log line for each request that has ended."""
+    creators: Literal["hashed", "plain", "none"] = "hashed"
+    """How logs and `headrace trace` name creators."""
+    kept_max: Positive = 1024
+    """Ended requests that a process remembers for `headrace trace`: about 2 KB each."""
+    otlp_endpoint: str = ""
+    """Where spans go, over HTTP: an OpenTelemetry collector's `…/v1/traces`. Empty: none are made."""
+
+
 class Up(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fleet that `headrace up` starts on this machine."""
 
@@ -195,6 +208,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lmcache: LMCache = LMCache()
     metrics: Metrics = Metrics()
     simulated: Simulated = Simulated()
+    telemetry: Telemetry = Telemetry()
     up: Up = Up()
 
 

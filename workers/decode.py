@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 from pipeline import outside
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
+from pipeline.bus.recorder import Recorder
 from pipeline.config import Config
 from pipeline.errors import EngineDead
 from pipeline.limits import REPEAT_PERIOD_S
@@ -34,7 +35,9 @@ from pipeline.protocol.messages import (
 )
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
+from pipeline.protocol.stages import AT_WORKERS
 from pipeline.telemetry import metrics
+from pipeline.telemetry.spans import spans_of
 from workers.conversations import Conversations
 from workers.decode_job import DecodeJob, Desk
 from workers.engines.port import Engine
@@ -46,13 +49,6 @@ from workers.recording import Recorded
 from workers.starts import Starts
 
 log: Final = structlog.get_logger("decode")
-
-OUTCOMES: Final[dict[Event | None, str]] = {
-    Event.WHOLE: "whole",
-    Event.GONE: "gone",
-    Event.CANCELLED: "cancelled",
-    Event.FENCED: "fenced",
-}
 
 _TRACED: Final = (Event.WHOLE, Event.GONE, Event.CANCELLED)
 """Ends after which no other worker goes on with the reply."""
@@ -80,6 +76,7 @@ class DecodeWorker:
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
         self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, seats=config.decode.slots)
+        self.spans = spans_of(config.telemetry, me.id, "decode")
         self.desk = Desk(
             bus=bus,
             engine=engine,
@@ -90,10 +87,12 @@ class DecodeWorker:
             starts=Starts(bus, me.epoch),
             conversations=Conversations(bus),
             publish=self._publish,
+            spans=self.spans,
             clock=self.clock,
         )
         self._jobs: Pool[DecodeJob] = Pool(bus, presences, ("decode", me.id), self._ended)
         self._recorded = Recorded(bus, self.clock)
+        self.recorder = Recorder(bus, config.telemetry, self._jobs.records)
         self._counted: dict[str, int] = {}
         self._tasks: TaskGroup
 
@@ -103,6 +102,7 @@ class DecodeWorker:
             self._tasks.start_soon(self.desk.leases.run)
             self._tasks.start_soon(self.desk.frames.run)
             await self._jobs.listen()
+            await self.recorder.listen()
             self._tasks.start_soon(self._jobs.watch_receivers)
             await self._recorded.listen()
             await self.bus.subscribe(subjects.credit(self.me.id), self._credit)
@@ -179,7 +179,11 @@ class DecodeWorker:
         self._jobs.start(handoff.ask, DecodeJob(self.desk, handoff, answer_at), self._tasks)
 
     def _ended(self, job: DecodeJob) -> None:
-        metrics.DECODES.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+        record = job.record
+        # A gateway writes the line of its own requests; those of producers have no other.
+        loud = record.outcome != "whole" or job.holding.receiver is None
+        self.recorder.ended(record, job.span, AT_WORKERS, loud=loud)
+        metrics.DECODES.labels(outcome=record.outcome).inc()
         if job.ended_by in _TRACED and job.outbox.length:
             self._recorded.tell(job.handoff, job.outbox.length)
         if isinstance(job.error, EngineDead):
@@ -210,6 +214,8 @@ class DecodeWorker:
             total: int = getattr(ledger.totals, state)
             metrics.GRANTS.labels(state=state).inc(total - self._counted.get(state, 0))
             self._counted[state] = total
+        for live in (GrantState.GRANTED, GrantState.CONSUMED):
+            metrics.GRANTS_OUTSTANDING.labels(state=live.name.lower()).set(ledger.count(live))
         metrics.ASKS_WAITING.set(ledger.count(GrantState.WAITING))
         metrics.ENGINE_PREEMPTIONS.set(usage.preemptions)
         metrics.ENGINE_KV_USAGE_RATIO.set(usage.kv_usage_ratio)

@@ -26,11 +26,14 @@ from pipeline.protocol.messages import (
     unpack_ids,
 )
 from pipeline.protocol.presence import Receiver
+from pipeline.protocol.records import Facts, Record
 from pipeline.protocol.reply import Outbox
 from pipeline.protocol.request import Decode, Effect, Event, Stage, step_decode
 from pipeline.protocol.resume import check_resumable
+from pipeline.protocol.stages import AtDecode, AtPrefill, Decoding, Stages, at_decode, seconds
 from pipeline.protocol.subjects import parse_ack
 from pipeline.telemetry import metrics
+from pipeline.telemetry.spans import Spans
 from workers.conversations import Conversations
 from workers.engines.port import Engine, Step
 from workers.frames import FrameSender
@@ -53,11 +56,14 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     starts: Starts
     conversations: Conversations
     publish: Callable[[Verdicts], None]
+    spans: Spans
     clock: Callable[[], float]
 
 
 class DecodeJob(Job):
     """Carries out what the machine of `pipeline.protocol.request` says. Its blocks are the ledger's until STOP."""
+
+    times: Decoding
 
     def __init__(self, desk: Desk, handoff: Handoff, answer_at: str) -> None:
         self.desk = desk
@@ -74,6 +80,7 @@ class DecodeJob(Job):
             claim_at=handoff.claim_at,
             encoding=handoff.encoding,
             receiver=Receiver.parse(handoff.receiver),
+            request_id=str(handoff.chat.get("request_id") or ""),
         )
         self.state = Decode(arbitrated=self.holding.arbitrated)
         self.outbox = Outbox(handoff.request, self.holding.claim)
@@ -81,6 +88,7 @@ class DecodeJob(Job):
         self._generated = False
         self._reply: str | None = None
         self._cached_tokens = 0
+        self._said: AtDecode | None = None
         self._frames_held = False
         self._holds_blocks = True
         self._refused_for = Event.FAILED
@@ -88,8 +96,29 @@ class DecodeJob(Job):
         self._message = parse_ack(handoff.ack)
         self._counted = False
         self._stop_watching: Callable[[], None] | None = None
+        self.span = desk.spans.begin(handoff.trace)
         super().__init__(desk.clock() + handoff.deadline_s - outside.unix_s(), desk.clock)
+        self.times = Decoding(began_s=self.began_s)
         self.happen(Event.TAKEN)
+
+    @property
+    def stages(self) -> AtDecode:
+        """Where its time has gone, up to now."""
+        self.times.asked_s, self.times.answered_s = self.holding.claim_asked_s, self.holding.claim_answered_s
+        return at_decode(self.times, self._clock())
+
+    @property
+    def record(self) -> Record:
+        """What this worker knows of it now."""
+        facts: Facts = {
+            "klass": self.handoff.klass,
+            "prefill": self.handoff.prefill,
+            "prompt_tokens": len(self.handoff.ids) // 4,
+            "decode_cached_tokens": self._cached_tokens,
+            "completion_tokens": self.outbox.length,
+        }
+        told = None if self._generated else self.told
+        return self.recorded("decode", seconds(self._said or self.stages), facts=facts, told=told)
 
     @property
     def stage(self) -> Stage:
@@ -172,7 +201,13 @@ class DecodeJob(Job):
         check_resumable(handoff.chat, self._delivered)
         prompt = unpack_ids(handoff.ids)
         steps = self.desk.engine.decode(
-            self.holding.claim, prompt, handoff.salt, handoff.chat, handoff.max_tokens, self._delivered
+            self.holding.claim,
+            prompt,
+            handoff.salt,
+            handoff.chat,
+            handoff.max_tokens,
+            self._delivered,
+            self.span.context,
         )
         async with aclosing(steps):
             async for step in steps:
@@ -194,7 +229,8 @@ class DecodeJob(Job):
             self.outbox.prompt_tokens = prompt_tokens
             self.outbox.prompt = self.handoff.ids if self.handoff.chat.get("return_token_ids") else b""
         self._cached_tokens = min(step.cached_tokens, prompt_tokens)
-        metrics.FIRST_STEP_SECONDS.observe(self._clock() - began_s)
+        self.times.first_s, self.times.load_s = self._clock(), step.load_s
+        metrics.FIRST_STEP_SECONDS.observe(self.times.first_s - began_s)
         metrics.DECODE_LOADED_TOKENS.inc(step.cached_tokens)
         metrics.DECODE_RECOMPUTED_TOKENS.inc(prompt_tokens + len(self._delivered) - step.cached_tokens)
 
@@ -223,6 +259,9 @@ class DecodeJob(Job):
             # Should we die once it is told, the next one writes it down. What fails costs that, and not the reply.
             with contextlib.suppress(BusError):
                 await self.desk.conversations.keep(self.handoff.talk, end.text)
+        if isinstance(end, Done):
+            self._said = self.stages
+            end = msgspec.structs.replace(end, stages=Stages(self.handoff.stages or AtPrefill(), self._said))
         self.happen(await self.holding.tell(end, self.resend))
 
     async def _ack(self) -> None:

@@ -55,8 +55,14 @@ class Holding(msgspec.Struct):
     claim_at: str | None
     encoding: Encoding
     receiver: Receiver | None = None
+    request_id: str = ""
     answered_s: float = float("-inf")
     """When the receiver last answered, monotonic: a sign of life."""
+    asked_s: float = float("-inf")
+    """When it was last asked: what is repeated is answered once."""
+    claim_asked_s: float | None = None
+    """When it was asked for the claim, the time that it answered; and when that answer came."""
+    claim_answered_s: float | None = None
 
     @property
     def arbitrated(self) -> bool:
@@ -84,7 +90,10 @@ class Holding(msgspec.Struct):
             follows=follows,
             persona=persona,
         )
-        return await self._asked(self.claim_at, claim_for(claim, self.encoding))
+        self.asked_s = outside.monotonic_s()
+        answer = await self._asked(self.claim_at, claim_for(claim, self.encoding))
+        self.claim_asked_s, self.claim_answered_s = self.asked_s, outside.monotonic_s()
+        return answer
 
     async def tell(self, frame: Done | Failed, resend: Callable[[int], None]) -> Event:
         """Tell the receiver how the reply ended, until it has the whole of it, is gone, or belongs to another claim."""
@@ -122,6 +131,7 @@ class Holding(msgspec.Struct):
 
     async def _asked(self, subject: str, payload: bytes) -> Answer:
         while True:
+            self.asked_s = outside.monotonic_s()
             try:
                 answer = read_answer(await self.bus.request(subject, payload, REPEAT_PERIOD_S))
                 self.answered_s = outside.monotonic_s()

@@ -6,15 +6,20 @@ report back by further events; STOP cancels those that work, at once.
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Literal
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from pipeline import outside
 from pipeline.bus.errors import BusError
 from pipeline.errors import DeadlineExceeded, EngineDead, ReplyError, RequestError, ServiceError
+from pipeline.protocol import outcomes
+from pipeline.protocol.records import Facts, Record
 from pipeline.protocol.request import Effect, Event, Stage
+from pipeline.protocol.stages import Decoding, Prefilling
+from pipeline.telemetry.spans import Span
 from workers.holding import Holding
 
 log: Final = structlog.get_logger("job")
@@ -29,10 +34,14 @@ class Job(ABC):
     """One request at one worker. `deadline_s` is on the same clock as `clock`."""
 
     holding: Holding
+    span: Span
+    times: Prefilling | Decoding
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self.deadline_s = deadline_s
         self.error: ReplyError = ServiceError("The request failed.")
+        self.told: ReplyError | None = None
+        """What its receiver is told instead of a reply."""
         self.ended_by: Event | None = None
         self.began_s = clock()
         self._clock = clock
@@ -45,6 +54,35 @@ class Job(ABC):
     @abstractmethod
     def stage(self) -> Stage:
         """Where the machine is."""
+
+    @property
+    @abstractmethod
+    def record(self) -> Record:
+        """What this worker knows of it now."""
+
+    def recorded(
+        self,
+        role: Literal["prefill", "decode"],
+        stages: dict[str, float],
+        creator: str = "",
+        facts: Facts | None = None,
+        told: ReplyError | None = None,
+    ) -> Record:
+        """Its record, with what jobs have in common. `told`: what its receiver was told instead of a reply."""
+        took_s = self._clock() - self.began_s
+        return Record(
+            process=self.holding.me.id,
+            role=role,
+            request=self.holding.request,
+            outcome=outcomes.outcome(self.ended_by, told) if self.ended else "",
+            began_unix_s=outside.unix_s() - took_s,
+            took_s=took_s,
+            stages=stages,
+            request_id=self.holding.request_id,
+            trace_id=self.span.trace_id,
+            creator=creator,
+            facts=facts or {},
+        )
 
     @property
     def ended(self) -> bool:
@@ -70,7 +108,8 @@ class Job(ABC):
     def happen(self, event: Event, error: ReplyError | None = None) -> None:
         """Something has happened to this request. Callable from any callback."""
         if error is not None:
-            self.error = error
+            self.error = self.told = error
+        self.times.happened(event, self._clock())
         self._events.append(event)
         self._wake.set()
 
@@ -118,7 +157,7 @@ class Job(ABC):
     def _too_late(self) -> Event:
         if self.stage is Stage.ENDING:
             return Event.UNHEARD
-        self.error = DeadlineExceeded(TOO_LATE)
+        self.error = self.told = DeadlineExceeded(TOO_LATE)
         return Event.DEADLINE
 
     def _start(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:

@@ -20,8 +20,9 @@ from pipeline.bus import acks, reading
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError, Duplicate
 from pipeline.bus.presence import Watcher
-from pipeline.bus.reading import Kept
-from pipeline.config import Config
+from pipeline.bus.reading import Kept, State
+from pipeline.bus.recorder import Recorder
+from pipeline.config import Config, Telemetry
 from pipeline.errors import CapacityError, DeadlineExceeded, ReplyError, ReplyLost
 from pipeline.limits import (
     KEEPER_ANSWER_S,
@@ -33,14 +34,17 @@ from pipeline.limits import (
     SCAN_PERIOD_S,
     SCAN_READS_MAX,
 )
-from pipeline.protocol import dead_letters, intake
+from pipeline.protocol import dead_letters, intake, tracing
 from pipeline.protocol.dead_letters import ADVISORIES, CONSUMER, Ages, Item, Judgement, Letter
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Answer, Failed, Gone
 from pipeline.protocol.presence import Presences, Receiver
+from pipeline.protocol.records import Record
 from pipeline.protocol.request import Event
 from pipeline.protocol.subjects import CLASSES, AckSubject, Shard, parse_ack, parse_stored
 from pipeline.telemetry import logs, metrics
+from pipeline.telemetry.lag import measure_lag
+from pipeline.telemetry.spans import Passed
 from workers.dead_letters import keep
 from workers.holding import Holding
 from workers.identity import Identity, new_claim, new_identity
@@ -50,6 +54,11 @@ from workers.runtime import check_ages, check_streams
 PULL_S: Final = 2.0
 """How long a pull for items stands."""
 
+UNSAID: Final = Telemetry()
+
+BYTES_PER_TOKEN: Final = 4
+"""Of a waiting request: English text has about so many, and what nobody has tokenised can only be estimated."""
+
 _ACK_PREFIX: Final = "$JS.ACK."
 
 log: Final = logs.get("keeper")
@@ -58,7 +67,10 @@ log: Final = logs.get("keeper")
 class Keeper:
     """One keeper's two loops. `presences` says which receivers are gone for good."""
 
-    def __init__(self, bus: Bus, rules: Rules, me: Identity, presences: Presences) -> None:
+    def __init__(
+        self, bus: Bus, rules: Rules, me: Identity, presences: Presences, telemetry: Telemetry = UNSAID
+    ) -> None:
+        self.recorder = Recorder(bus, telemetry, lambda _: [])
         self.bus, self.rules, self.me, self.presences = bus, rules, me, presences
         self.ready = anyio.Event()
         self._ages = {klass: Ages() for klass in CLASSES}
@@ -74,6 +86,7 @@ class Keeper:
         async with anyio.create_task_group() as self._tasks:
             inbox = self.bus.inbox()
             await self.bus.subscribe(inbox, self._came)
+            await self.recorder.listen()
             await self.bus.barrier()
             self._tasks.start_soon(self._scan)
             self.ready.set()
@@ -89,14 +102,16 @@ class Keeper:
         while True:
             for klass, ages in self._ages.items():
                 try:
-                    await self._scan_stream(Shard(klass, 0).stream, ages)
+                    await self._scan_stream(klass, ages)
                 except (BusError, CapacityError) as error:
                     log.warning("scan_broken_off", klass=klass, error=str(error))
             await anyio.sleep(SCAN_PERIOD_S)
 
-    async def _scan_stream(self, stream: str, ages: Ages) -> None:
+    async def _scan_stream(self, klass: str, ages: Ages) -> None:
         """Read on from where the last scan was, up to what is too young; make items of what has expired."""
+        stream = Shard(klass, 0).stream
         state = await reading.state(self.bus, stream)
+        _measure(klass, state)
         ages.begin(state.first, state.last)
         for _ in range(SCAN_READS_MAX if state.messages else 0):
             kept = None if ages.full else await reading.next_from(self.bus, stream, ages.next_sequence)
@@ -186,8 +201,24 @@ class Keeper:
         if judgement is Judgement.BURY and not await self._told(holding, error):
             return False
         await reading.delete(self.bus, item.stream, item.sequence)
-        log.info("request_ended", reason=item.reason, request=holding.request, how=judgement.name.lower())
+        self._record(item, kept, holding, judgement)
         return True
+
+    def _record(self, item: Item, kept: Kept, holding: Holding, judgement: Judgement) -> None:
+        trace = tracing.context_of(kept.headers)
+        record = Record(
+            process=self.me.id,
+            role="keeper",
+            request=holding.request,
+            outcome="expired" if item.reason == "expired" else "failed",
+            began_unix_s=kept.stored_at_s,
+            took_s=outside.unix_s() - kept.stored_at_s,
+            stages={},
+            request_id=holding.request_id,
+            trace_id=tracing.trace_id(trace),
+            facts={"reason": item.reason, "deliveries": item.deliveries, "how": judgement.name.lower()},
+        )
+        self.recorder.ended(record, Passed(trace), (), loud=True)
 
     async def _vanished(self, item: Item, about: AckSubject) -> None:
         """Acked meanwhile, or dealt with; but what was terminated is gone without a word, so that at least its place is kept."""
@@ -216,6 +247,7 @@ class Keeper:
             claim_at=address.claim_at,
             encoding=address.encoding,
             receiver=Receiver.parse(address.receiver),
+            request_id=address.request_id,
         )
 
     async def _claimed(self, holding: Holding) -> Answer | None:
@@ -233,6 +265,13 @@ class Keeper:
         with anyio.move_on_after(KEEPER_ANSWER_S):
             return await holding.tell(frame, lambda _: None) in (Event.WHOLE, Event.GONE)
         return False
+
+
+def _measure(klass: str, state: State) -> None:
+    metrics.QUEUE_REQUESTS.labels(klass=klass).set(state.messages)
+    metrics.QUEUE_BYTES.labels(klass=klass).set(state.bytes)
+    metrics.QUEUE_TOKENS.labels(klass=klass).set(state.bytes // BYTES_PER_TOKEN)
+    metrics.QUEUE_OLDEST_SECONDS.labels(klass=klass).set(state.now_s - state.first_s if state.messages else 0.0)
 
 
 def _as_delivered(stream: str, kept: Kept, deliveries: int) -> AckSubject:
@@ -266,6 +305,13 @@ async def run_keeper(config: Config, keeper_id: str, metrics_port: int) -> None:
                 return
 
 
+async def _count_dead_letters(bus: Bus) -> None:
+    while True:
+        with contextlib.suppress(BusError):
+            metrics.DEAD_LETTERS_KEPT.set((await reading.state(bus, dead_letters.STREAM)).messages)
+        await anyio.sleep(SCAN_PERIOD_S)
+
+
 async def _live(config: Config, keeper_id: str, metrics_port: int) -> None:
     """It serves metrics once it works, so that who has started it sees that it does."""
     me, presences = new_identity(keeper_id), Presences()
@@ -273,9 +319,11 @@ async def _live(config: Config, keeper_id: str, metrics_port: int) -> None:
     async with await Bus.connect(config.nats, keeper_id) as bus:
         check_ages(config, await check_streams(bus, config.nats))
         await Watcher(bus, presences, outside.monotonic_s).start()
-        keeper = Keeper(bus, rules, me, presences)
+        keeper = Keeper(bus, rules, me, presences, config.telemetry)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(keeper.run)
+            tasks.start_soon(measure_lag)
+            tasks.start_soon(_count_dead_letters, bus)
             await keeper.ready.wait()
             metrics.SERVING.set(1)
             if metrics_port:

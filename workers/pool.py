@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 import anyio
+import structlog
 from anyio.abc import TaskGroup
 
 from pipeline import outside
@@ -18,6 +19,7 @@ from pipeline.limits import (
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import From, notice_decoder
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.records import Record, is_called
 from pipeline.protocol.request import Event
 from workers.holding import EVENT_OF
 from workers.jobs import Job
@@ -114,7 +116,15 @@ class Pool(Generic[J]):
         for job in self._jobs.values():
             job.happen(Event.LEFT)
 
+    def records(self, name: str) -> list[Record]:
+        """What is known of those that run under this name."""
+        held = ((job, job.holding) for job in self._jobs.values())
+        return [job.record for job, holding in held if is_called(name, holding.request, holding.request_id)]
+
     async def _run(self, key: str, job: J) -> None:
+        names = {"request": job.holding.request, "request_id": job.holding.request_id, "trace_id": job.span.trace_id}
+        # In this task and those that it starts: every line that is logged for the request says which it is.
+        structlog.contextvars.bind_contextvars(**{name: value for name, value in names.items() if value})
         try:
             await job.run()
         finally:

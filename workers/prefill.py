@@ -19,6 +19,7 @@ from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery, Puller
+from pipeline.bus.recorder import Recorder
 from pipeline.config import Config
 from pipeline.errors import EngineDead
 from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
@@ -29,15 +30,18 @@ from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from pipeline.protocol.served import ShardsServed
 from pipeline.protocol.slots import Offer, Slots
+from pipeline.protocol.stages import AT_WORKERS
 from pipeline.protocol.subjects import CLASSES, Shard
 from pipeline.telemetry import metrics
+from pipeline.telemetry.spans import spans_of
 from workers.conversations import Conversations
 from workers.engines.port import Engine
 from workers.identity import Identity
 from workers.leases import LeaseKeeper, Leases
 from workers.personas import Personas, PersonaWarmer
 from workers.pool import Pool
-from workers.prefill_job import Desk, PrefillJob
+from workers.prefill_desk import Desk
+from workers.prefill_job import PrefillJob
 from workers.referred import Shelf
 from workers.served import Served
 from workers.starts import Starts
@@ -46,15 +50,6 @@ from workers.warmth import Warmth
 
 QUEUED_TOKENS_MAX: Final = 65_536
 """Prompt tokens in progress at which a worker is fully loaded: what queues behind them would be too late for interactive use."""
-
-OUTCOMES: Final[dict[Event | None, str]] = {
-    Event.ACCEPTED: "handed_off",
-    Event.GONE: "gone",
-    Event.CANCELLED: "cancelled",
-    Event.FENCED: "fenced",
-    Event.DEADLINE: "expired",
-    Event.BUSY: "waiting",
-}
 
 
 class PrefillWorker:
@@ -82,6 +77,7 @@ class PrefillWorker:
         self.persona_warmer = PersonaWarmer(
             bus, engine, self.personas, config.requests.salt_scope, self.owns, self.warm_ups.warm
         )
+        self.spans = spans_of(config.telemetry, me.id, "prefill")
         self.desk = Desk(
             bus=bus,
             engine=engine,
@@ -101,12 +97,14 @@ class PrefillWorker:
             suspects=anyio.Semaphore(1),
             shelf=Shelf(self.personas, Conversations(bus), config.conversations),
             expects=self.warmth.expects,
+            spans=self.spans,
             clock=self.clock,
         )
         self._ranks: dict[Shard, int] = {}
         self._shards = [Shard(klass, n) for klass in CLASSES for n in range(config.requests.shards)]
         self._puller = Puller(bus, self._delivered, self._pull_ended)
         self._jobs: Pool[PrefillJob] = Pool(bus, presences, ("prefill", me.id), self._ended)
+        self.recorder = Recorder(bus, config.telemetry, self._jobs.records)
         self._held: dict[str, Delivery] = {}
         self._stale_until_s = float("-inf")
         self._heard_s = self.clock()
@@ -119,6 +117,7 @@ class PrefillWorker:
             await self.bus.subscribe(self.desk.verdicts_at, self._verdict)
             await self.bus.subscribe(f"{self.desk.verdicts_at}.>", self._unheard)
             await self._jobs.listen()
+            await self.recorder.listen()
             await self.warm_ups.listen()
             self._tasks.start_soon(self.warm_ups.run)
             await self.personas.listen()
@@ -217,7 +216,9 @@ class PrefillWorker:
 
     def _ended(self, job: PrefillJob) -> None:
         """A slot is free: it goes to a held message first, then back to the shards."""
-        metrics.PREFILLS.labels(outcome=OUTCOMES.get(job.ended_by, "failed")).inc()
+        record = job.record
+        self.recorder.ended(record, job.span, AT_WORKERS, loud=job.ended_by is not Event.ACCEPTED)
+        metrics.PREFILLS.labels(outcome=record.outcome).inc()
         if job.ended_by is Event.ACCEPTED and job.prefilled is not None:
             shard = job.stored.shard
             self.served.count(shard, job.prefilled, job.prompt_tokens, owned=self._ranks.get(shard) == 0)
@@ -272,15 +273,19 @@ class PrefillWorker:
         self._weigh()
 
     def _weigh(self) -> None:
+        usage = self.engine.usage()
         self.slots.load = placement.load(
             busy=self.slots.busy,
             slots=self.slots.capacity,
             queued_tokens=self.queued_tokens,
             queued_tokens_max=QUEUED_TOKENS_MAX,
-            kv_usage_ratio=self.engine.usage().kv_usage_ratio,
+            kv_usage_ratio=usage.kv_usage_ratio,
         )
+        metrics.ENGINE_KV_USAGE_RATIO.set(usage.kv_usage_ratio)
+        metrics.ENGINE_PREEMPTIONS.set(usage.preemptions)
         metrics.SLOTS.labels(state="busy").set(self.slots.busy)
         metrics.SLOTS.labels(state="free").set(self.slots.free)
+        metrics.PREFILL_QUEUED_TOKENS.set(self.queued_tokens)
         metrics.PULLS_OUTSTANDING.set(self.slots.outstanding)
 
     def _unheard(self, message: Message) -> None:

@@ -1,7 +1,7 @@
 """One request at prefill: from its delivery to the moment that a decode worker has taken it over."""
 
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, Final
 
@@ -9,10 +9,8 @@ import anyio
 import msgspec
 
 from pipeline import outside
-from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError, NoResponders, Unanswered
 from pipeline.bus.puller import Delivery
-from pipeline.config import Config
 from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, PromptTooLong, RequestError
 from pipeline.limits import (
     ACCUSE_SILENT_S,
@@ -22,18 +20,17 @@ from pipeline.limits import (
     REPEAT_PERIOD_S,
     SECOND_ASK_AFTER_S,
 )
-from pipeline.protocol import dead_letters, intake, subjects
+from pipeline.protocol import dead_letters, intake, subjects, tracing
 from pipeline.protocol.asking import Asking, Grant, Send
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
 from pipeline.protocol.conversations import wait_s
-from pipeline.protocol.intake import Intake, Rules
+from pipeline.protocol.intake import Intake
 from pipeline.protocol.messages import (
     Ask,
     Failed,
     Go,
     Handoff,
     HandoffAnswer,
-    Presence,
     Verdict,
     encode,
     handoff_answer_decoder,
@@ -41,17 +38,18 @@ from pipeline.protocol.messages import (
     unpack_ids,
 )
 from pipeline.protocol.presence import Receiver
+from pipeline.protocol.records import Facts, Record, creator_as
 from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefill
 from pipeline.protocol.resume import check_resumable
+from pipeline.protocol.stages import AtPrefill, Prefilling, at_prefill, seconds
 from pipeline.telemetry import metrics
 from workers.dead_letters import keep
-from workers.engines.port import Engine, Prefilled
+from workers.engines.port import Prefilled
 from workers.holding import EVENT_OF, Holding
-from workers.identity import Identity, new_claim
+from workers.identity import new_claim
 from workers.jobs import TELLING_GRACE_S, Job
-from workers.leases import Leases
-from workers.referred import Referred, Shelf
-from workers.starts import Starts
+from workers.prefill_desk import Desk
+from workers.referred import Referred
 from workers.warmth import count_sources
 
 _AWAY: Final = HandoffAnswer(state="refused")
@@ -60,35 +58,10 @@ _AWAY: Final = HandoffAnswer(state="refused")
 _REFUSALS: Final = {"gone": Event.GONE, "fenced": Event.FENCED}
 
 
-class Desk(msgspec.Struct, frozen=True, kw_only=True):
-    """What every prefill job of a worker shares.
-
-    `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
-    `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, and `silence_s` how long a decode
-    worker has not been heard. `suspects` lets in one request at a time that workers have died with. `shelf`: what they refer to.
-    """
-
-    bus: Bus
-    engine: Engine
-    config: Config
-    me: Identity
-    rules: Rules
-    leases: Leases
-    verdicts_at: str
-    starts: Starts
-    decoders: Callable[[], list[Presence]]
-    living: Callable[[], set[str]]
-    silence_s: Callable[[str], float]
-    weigh: Callable[[int], None]
-    rendered: Callable[[str, str, bytes], None]
-    expects: Callable[[str, Sequence[int]], int]
-    suspects: anyio.Semaphore
-    shelf: Shelf
-    clock: Callable[[], float]
-
-
 class PrefillJob(Job):
     """Carries out what the machine of `pipeline.protocol.request` says."""
+
+    times: Prefilling
 
     def __init__(self, desk: Desk, delivery: Delivery) -> None:
         self.desk = desk
@@ -106,6 +79,7 @@ class PrefillJob(Job):
             claim_at=self.address.claim_at,
             encoding=self.address.encoding,
             receiver=Receiver.parse(self.address.receiver),
+            request_id=self.address.request_id,
         )
         self.state = Prefill()
         self.asking: Asking | None = None
@@ -121,12 +95,33 @@ class PrefillJob(Job):
         self._suspect = False
         self._unkept = False
         self._told_error = False
+        self._handed: AtPrefill | None = None
+        self.span = desk.spans.begin(tracing.context_of(delivery.headers))
         super().__init__(self._deadline_s(), desk.clock)
+        self.times = Prefilling(began_s=self.began_s)
         self._referred = Referred.of(desk.shelf, lambda: self.intake, self.ack)
         self._tree: Mapping[str, Any] = {}
         until_s = max(self.deadline_s, self.began_s) + TELLING_GRACE_S + LEASE_SPARE_S
         self._lease = desk.leases.hold(delivery.ack, lambda: self.happen(Event.DOUBT), until_s)
         self.happen(Event.DELIVERED_AGAIN if self.again else Event.DELIVERED)
+
+    @property
+    def stages(self) -> AtPrefill:
+        """Where its time has gone, up to now."""
+        self.times.asked_s, self.times.answered_s = self.holding.claim_asked_s, self.holding.claim_answered_s
+        return at_prefill(self.times, self._clock())
+
+    @property
+    def record(self) -> Record:
+        """What this worker knows of it now."""
+        facts: Facts = {"klass": self.stored.shard.klass, "delivery": self.ack.delivered}
+        if self._ids:
+            facts["prompt_tokens"] = self.prompt_tokens
+        if self.prefilled is not None:
+            facts |= {"cached_tokens": self.prefilled.cached_tokens, "hbm_tokens": self.prefilled.hbm_tokens}
+        stages = self._handed if self._handed is not None and self.ended else self.stages
+        creator = creator_as(self.desk.config.telemetry.creators, self.stored.creator)
+        return self.recorded("prefill", seconds(stages), creator, facts, self.told)
 
     @property
     def prompt_tokens(self) -> int:
@@ -306,7 +301,8 @@ class PrefillJob(Job):
         if len(prompt) - expected < self.desk.config.requests.direct_tokens_max:
             self._go_direct()
             return
-        prefilled = await self.desk.engine.prefill(self.holding.claim, prompt, self.salt)
+        prefilled = await self.desk.engine.prefill(self.holding.claim, prompt, self.salt, self.span.context)
+        self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
         count_sources(self.prefilled, len(prompt))
         metrics.PREFILL_SECONDS.observe(self._clock() - began_s)
@@ -329,7 +325,8 @@ class PrefillJob(Job):
         if grant is None:
             self.happen(Event.REFUSED)
             return
-        began_s = self._clock()
+        began_s, self._handed = self._clock(), self.stages
+        self.times.offered_s = self.times.offered_s or began_s
         answer = await self._offered(grant.decode, encode(self._handoff(grant.ask, grant.epoch)))
         metrics.HANDOFF_SECONDS.observe(self._clock() - began_s)
         if answer is None:
@@ -392,6 +389,8 @@ class PrefillJob(Job):
             hbm_tokens=min(self.prefilled.hbm_tokens, len(self._ids)),
             direct=self._direct,
             talk=self._referred.talk if self._referred else None,
+            stages=self._handed,
+            trace=self.span.context,
         )
 
     async def _tell(self) -> None:

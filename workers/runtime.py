@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import Final, Literal
 
 import anyio
+import anyio.to_thread
 import structlog
 from anyio.abc import TaskGroup
 
@@ -26,7 +27,9 @@ from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.subjects import CLASSES
 from pipeline.protocol.turns import TURNS
+from pipeline.telemetry import spans
 from pipeline.telemetry import metrics
+from pipeline.telemetry.lag import measure_lag
 from workers.decode import DecodeWorker
 from workers.engines.port import Engine
 from workers.identity import new_identity
@@ -42,7 +45,6 @@ AGE_SPARE_S: Final = 30.0
 """From a class's longest deadline to the end of a message: time for a worker, or else the DLQ keeper, to tell how it ended."""
 
 HEALTH_PERIOD_S: Final = 0.5
-LAG_PERIOD_S: Final = 0.1
 
 
 def make_engine(config: Config, role: Role, model_path: str | None) -> Engine:
@@ -59,6 +61,7 @@ def make_engine(config: Config, role: Role, model_path: str | None) -> Engine:
 
 async def run_worker(config: Config, role: Role, worker_id: str, model_path: str | None) -> None:
     """Run until SIGTERM or SIGINT. Raises `OperatorError` for a set-up that cannot work, `EngineDead` for a lost engine."""
+    spans.check(config.telemetry)  # before seconds are spent on an engine
     engine = make_engine(config, role, model_path)
     process = _Process(config, role, worker_id, engine)
     async with AsyncExitStack() as cleanup:
@@ -105,7 +108,7 @@ class _Process:
             else DecodeWorker(bus, self.engine, self.config, me, presences, self._leases)
         )
         self._tasks.start_soon(self._watch_engine)
-        self._tasks.start_soon(_measure_lag)
+        self._tasks.start_soon(measure_lag)
         self._announcer = Announcer(bus, lambda: _told(loop.presence(), bus))
         watcher = Watcher(bus, presences, outside.monotonic_s)
         await watcher.start()
@@ -117,6 +120,7 @@ class _Process:
             with anyio.CancelScope(shield=True):
                 await self._announcer.stop()
                 await watcher.stop()
+                await anyio.to_thread.run_sync(loop.spans.close)
 
     async def _obey_signals(self) -> None:
         """The first signal drains, a second one ends at once."""
@@ -198,14 +202,6 @@ def check_turns(config: Config, declared: streams.Declared) -> None:
             f"conversations.window_turns and step_turns are {wanted} together, but of a conversation {kept} turns are kept.",
             f"Lower them, or raise max_msgs_per_subject of the stream {TURNS}, to {TURNS_KEPT_MAX} at most.",
         )
-
-
-async def _measure_lag() -> None:
-    """How late the event loop wakes us: what else is slow when this is."""
-    while True:
-        asked_s = time.monotonic()
-        await anyio.sleep(LAG_PERIOD_S)
-        metrics.LOOP_LAG_SECONDS.set(max(0.0, time.monotonic() - asked_s - LAG_PERIOD_S))
 
 
 def _said(engine: Engine) -> dict[str, object]:

@@ -32,13 +32,15 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
-    """A stream at one moment: its messages, their sequences from `first` to `last`, and the broker's clock.
+    """A stream at one moment: its messages, their sequences from `first` (stored at `first_s`) to `last`, and the broker's clock.
 
     `created` tells a stream from one of the same name that was there before it, whose sequences begin at 1 as well.
     """
 
     messages: int
+    bytes: int
     first: int
+    first_s: float
     last: int
     now_s: float
     created: str
@@ -98,7 +100,9 @@ async def state(bus: Bus, stream: str) -> State:
     have = info["state"]
     return State(
         messages=have["messages"],
+        bytes=have["bytes"],
         first=have["first_seq"],
+        first_s=unix_s_of(have["first_ts"]),
         last=have["last_seq"],
         now_s=unix_s_of(info["ts"]),
         created=info["created"],

@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline.bus.errors import Disconnected, Duplicate, NoResponders, Unanswered
 from pipeline.errors import BodyTooLarge, BrokerUnavailable, CapacityError, CreatorBusy
+from pipeline.telemetry.metrics import PUBLISH_SECONDS
 
 if TYPE_CHECKING:
     from pipeline.bus.connection import Bus
@@ -52,7 +53,8 @@ async def store(bus: "Bus", subject: str, data: bytes, headers: Mapping[str, str
     the last, the message may be stored all the same.
     """
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
+    began_s = loop.time()
+    deadline_s = began_s + timeout_s
     may_be_stored = False
     problem = "no answer"
     while (left_s := deadline_s - loop.time()) > 0:
@@ -66,6 +68,7 @@ async def store(bus: "Bus", subject: str, data: bytes, headers: Mapping[str, str
             continue
         else:
             if ack.error is None:
+                PUBLISH_SECONDS.observe(loop.time() - began_s)
                 return _sequence(ack, headers[MSG_ID], may_be_stored)
             problem = _refusal(ack.error, subject)
         await asyncio.sleep(min(_PAUSE_S, left_s))

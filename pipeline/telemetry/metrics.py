@@ -1,7 +1,7 @@
 """Every metric of the project, declared once. Elsewhere they are only moved.
 
 Names are `headrace_<what>_<unit>`; a counter ends in `_total`, a time in `_seconds`, a share in `_ratio`. All lie in `REGISTRY`,
-which is ours alone: vLLM and LMCache fill prometheus_client's default one when they share the process.
+which is ours alone: vLLM and LMCache fill prometheus_client's default one when they share the process. Both are served.
 
 Labels are bounded, and `LABELS` is their whole vocabulary: a request, a creator or a conversation is never a label.
 """
@@ -11,27 +11,60 @@ from threading import Thread
 from typing import TYPE_CHECKING, Final
 from wsgiref.simple_server import WSGIServer
 
+import prometheus_client
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
+    Metric,
     generate_latest,
     make_wsgi_app,
     start_http_server,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from pipeline.protocol.stages import STAGES
+from pipeline.protocol.subjects import CLASSES
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 REGISTRY: Final = CollectorRegistry()
 
+_OUTCOMES: Final = ("whole", "invalid", "rejected", "failed", "expired", "cancelled")
+
+_ENDINGS: Final = (
+    "whole",
+    "failed",
+    "malformed",
+    "expired",
+    "cancelled",
+    "gone",
+    "fenced",
+    "waiting",
+    "unheard",
+    "unanswered",
+    "let_go",
+)
+"""Of `pipeline.protocol.outcomes`: how a request ends at a worker."""
+
 LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "headrace_requests": {
-        "outcome": ("whole", "invalid", "rejected", "failed", "expired", "cancelled"),
-        "klass": ("interactive", "batch"),
+        "outcome": _OUTCOMES,
+        "klass": CLASSES,
     },
+    "headrace_ttft_seconds": {"outcome": _OUTCOMES, "klass": CLASSES},
+    "headrace_e2e_seconds": {"outcome": _OUTCOMES, "klass": CLASSES},
+    "headrace_itl_seconds": {"klass": CLASSES},
+    "headrace_stage_seconds": {"stage": tuple(STAGES)},
+    "headrace_attempts": {"attempts": ("1", "2", "3", "more")},
+    "headrace_queue_requests": {"klass": CLASSES},
+    "headrace_queue_bytes": {"klass": CLASSES},
+    "headrace_queue_tokens": {"klass": CLASSES},
+    "headrace_queue_oldest_seconds": {"klass": CLASSES},
+    "headrace_grants_outstanding": {"state": ("granted", "consumed")},
     "headrace_refusals": {
         "reason": (
             "overloaded",
@@ -45,7 +78,7 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "headrace_prefills": {
-        "outcome": ("handed_off", "refused", "failed", "malformed", "expired", "cancelled", "gone", "fenced"),
+        "outcome": ("handed_off", *_ENDINGS),
     },
     "headrace_slots": {"state": ("busy", "free")},
     "headrace_prefill_tokens": {"source": ("hbm", "lmcache", "none")},
@@ -55,7 +88,7 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "headrace_deliveries": {"kind": ("first", "again", "surplus")},
     "headrace_dead_letters": {"reason": ("malformed", "poison", "exhausted", "expired", "terminated")},
     "headrace_decodes": {
-        "outcome": ("whole", "failed", "expired", "cancelled", "gone", "fenced", "refused", "lost"),
+        "outcome": _ENDINGS,
     },
     "headrace_blocks": {"state": ("total", "free", "granted", "consumed", "reserve")},
     "headrace_grants": {"state": ("granted", "released", "returned", "expired", "refused")},
@@ -84,22 +117,34 @@ REFUSALS: Final = Counter(
 )
 TTFT_SECONDS: Final = Histogram(
     "headrace_ttft_seconds",
-    "From a request's arrival at the gateway to its first text.",
+    "From a request's arrival at the gateway to its first text; counted when it has ended, by how.",
+    ("outcome", "klass"),
     buckets=_REPLY_SECONDS,
     registry=REGISTRY,
 )
 E2E_SECONDS: Final = Histogram(
     "headrace_e2e_seconds",
-    "From a request's arrival at the gateway to its whole reply.",
+    "From a request's arrival at the gateway to its end, whatever that was.",
+    ("outcome", "klass"),
     buckets=_REPLY_SECONDS,
     registry=REGISTRY,
 )
 ITL_SECONDS: Final = Histogram(
     "headrace_itl_seconds",
     "Between two token frames of one reply, at the gateway.",
+    ("klass",),
     buckets=_STEP_SECONDS,
     registry=REGISTRY,
 )
+ATTEMPTS: Final = Counter(
+    "headrace_attempts",
+    "Requests that have ended, by how many deliveries of them were claimed.",
+    ("attempts",),
+    registry=REGISTRY,
+)
+ATTEMPTS_TOLD: Final = 3
+"""One that needed more is counted as `more`."""
+
 PROMPT_TOKENS: Final = Counter("headrace_prompt_tokens", "Prompt tokens of whole replies.", registry=REGISTRY)
 CACHED_TOKENS: Final = Counter(
     "headrace_cached_tokens", "Prompt tokens that prefill found in HBM or LMCache.", registry=REGISTRY
@@ -172,6 +217,9 @@ HANDOFF_SECONDS: Final = Histogram(
     buckets=_REPLY_SECONDS,
     registry=REGISTRY,
 )
+PREFILL_QUEUED_TOKENS: Final = Gauge(
+    "headrace_prefill_queued_tokens", "Prompt tokens of the requests in this prefill worker's slots.", registry=REGISTRY
+)
 SLOTS: Final = Gauge("headrace_slots", "Room for requests in this prefill worker.", ("state",), registry=REGISTRY)
 PULLS_OUTSTANDING: Final = Gauge(
     "headrace_pulls_outstanding", "Pulls that wait at the broker for a message.", registry=REGISTRY
@@ -222,6 +270,12 @@ GRANTS: Final = Counter(
     ("state",),
     registry=REGISTRY,
 )
+GRANTS_OUTSTANDING: Final = Gauge(
+    "headrace_grants_outstanding",
+    "Grants that have not ended: promised, and in use by a request.",
+    ("state",),
+    registry=REGISTRY,
+)
 ASKS_WAITING: Final = Gauge("headrace_asks_waiting", "Asks for blocks that wait for room.", registry=REGISTRY)
 FRAMES: Final = Counter("headrace_frames", "Frames of replies that were sent.", registry=REGISTRY)
 FRAME_MESSAGES: Final = Counter(
@@ -251,7 +305,39 @@ ROUTE_CHANGES: Final = Counter(
 )
 
 # --------------------------------------------------------------------------------------------------------------
+# Keeper: the queues, at each scan
+
+QUEUE_REQUESTS: Final = Gauge(
+    "headrace_queue_requests", "Requests in a class's stream: waiting, or in work.", ("klass",), registry=REGISTRY
+)
+QUEUE_BYTES: Final = Gauge("headrace_queue_bytes", "Their size in the stream.", ("klass",), registry=REGISTRY)
+QUEUE_TOKENS: Final = Gauge(
+    "headrace_queue_tokens",
+    "Their prompt tokens, estimated at 4 bytes each: nobody has tokenised what waits.",
+    ("klass",),
+    registry=REGISTRY,
+)
+QUEUE_OLDEST_SECONDS: Final = Gauge(
+    "headrace_queue_oldest_seconds", "Age of the oldest of them; 0 where there is none.", ("klass",), registry=REGISTRY
+)
+DEAD_LETTERS_KEPT: Final = Gauge("headrace_dead_letters_kept", "Requests in the DLQ.", registry=REGISTRY)
+
+# --------------------------------------------------------------------------------------------------------------
 # Every process
+
+STAGE_SECONDS: Final = Histogram(
+    "headrace_stage_seconds",
+    "Where the time of whole requests went: each stage at the process that has it, of requests that had it.",
+    ("stage",),
+    buckets=_REPLY_SECONDS,
+    registry=REGISTRY,
+)
+PUBLISH_SECONDS: Final = Histogram(
+    "headrace_publish_seconds",
+    "From the first attempt to publish to a stream to its PubAck.",
+    buckets=_REPLY_SECONDS,
+    registry=REGISTRY,
+)
 
 ACCUSATIONS: Final = Counter(
     "headrace_accusations", "Messages given back in the name of a worker taken for dead.", registry=REGISTRY
@@ -273,9 +359,22 @@ LOOP_LAG_SECONDS: Final = Gauge(
 # The way out
 
 
+class _Everything(Collector):
+    """Our metrics, and what others in this process count: Python's, vLLM's."""
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them."""
+        yield from REGISTRY.collect()
+        yield from prometheus_client.REGISTRY.collect()
+
+
+_EVERYTHING: Final = CollectorRegistry(auto_describe=False)
+_EVERYTHING.register(_Everything())
+
+
 def render() -> tuple[bytes, str]:
     """All metrics in Prometheus' text format, and its content type."""
-    return generate_latest(REGISTRY), CONTENT_TYPE_LATEST
+    return generate_latest(_EVERYTHING), CONTENT_TYPE_LATEST
 
 
 class Endpoint:
@@ -295,8 +394,8 @@ class Endpoint:
 
 def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
     """Answer on `port`; 0 takes a free one, which `Endpoint.port` names. Raises `OSError` where it is taken."""
-    server, thread = start_http_server(port, host, registry=REGISTRY)
-    server.set_app(_with_ready(make_wsgi_app(REGISTRY)))
+    server, thread = start_http_server(port, host, registry=_EVERYTHING)
+    server.set_app(_with_ready(make_wsgi_app(_EVERYTHING)))
     return Endpoint(server, thread)
 
 

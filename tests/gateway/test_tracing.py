@@ -1,5 +1,7 @@
 """What a client says so that it finds its request again: `x-request-id`, and W3C trace context."""
 
+import re
+
 import pytest
 
 from gateway.intake import trace_of
@@ -47,7 +49,7 @@ async def test_every_log_line_of_a_request_names_it(served: Stack, capfd: pytest
     response = await served.ask(headers={"x-request-id": "mine-2"})
     assert response.headers["x-request-id"] == "mine-2"
     out, err = capfd.readouterr()
-    (line,) = (line for line in (out + err).splitlines() if "reply_failed" in line)
+    (line,) = (line for line in (out + err).splitlines() if "outcome=failed" in re.sub(r"\x1b\[[0-9;]*m", "", line))
     assert "mine-2" in line
 
 

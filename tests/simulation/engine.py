@@ -57,7 +57,9 @@ class SimEngine(SimulatedEngine):
         self._samplings = samplings
         self._killed = killed
 
-    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+    async def prefill(
+        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+    ) -> Prefilled:
         """As the engine's. Of poison its process dies, and does nothing more."""
         if _POISON in token_ids:
             self._killed()

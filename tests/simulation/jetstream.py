@@ -123,7 +123,14 @@ def _stream_info(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -
     if stream is None:
         return {"error": _NO_STREAM}
     body = msgspec.json.decode(asked.data) if asked.data else {}
-    state: dict[str, Any] = {"messages": len(stream.messages), "first_seq": stream.first, "last_seq": stream.last}
+    held = stream.messages.values()
+    state: dict[str, Any] = {
+        "messages": len(stream.messages),
+        "bytes": sum(len(kept.data) for kept in held),
+        "first_seq": stream.first,
+        "first_ts": _spelled(min((kept.at_s for kept in held), default=0.0)),
+        "last_seq": stream.last,
+    }
     if pattern := body.get("subjects_filter"):
         state["subjects"] = stream.counts(pattern)
     return {"config": stream.config, "created": _spelled(0.0), "state": state, "ts": _spelled(js.now_s)}

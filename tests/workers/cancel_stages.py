@@ -80,7 +80,9 @@ class Witness(SimulatedEngine):
             await self.renders.wait()
             return await super().render(chat)
 
-    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+    async def prefill(
+        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+    ) -> Prefilled:
         """See `Engine`."""
         with self._at("prefill"):
             return await super().prefill(key, token_ids, salt)
@@ -93,6 +95,7 @@ class Witness(SimulatedEngine):
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """See `Engine`."""
         steps = super().decode(key, token_ids, salt, chat, max_tokens, delivered)

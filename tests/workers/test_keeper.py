@@ -30,6 +30,8 @@ from pipeline.protocol.dead_letters import Letter
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Done, Failed, Fenced, Whole, encode
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.records import Record, records_decoder
+from pipeline.telemetry import metrics
 from tests.bus.support import eventually, shard_of
 from tests.nats_server import NatsServer, free_port
 from tests.workers.fleet import PROMPT, Caller, backlog, config_for, fleet
@@ -383,3 +385,26 @@ async def eventually_async(value: Callable[[], Any], wanted: object, within_s: f
     with anyio.fail_after(within_s):
         while await value() != wanted:
             await anyio.sleep(0.02)
+
+
+async def test_what_it_has_ended_can_be_traced_and_what_waits_is_measured(bus: Bus) -> None:
+    records: list[Record] = []
+    inbox = bus.inbox()
+    await bus.subscribe(inbox, lambda message: records.extend(records_decoder.decode(message.data)))
+    requests, tokens, oldest = (
+        metric.labels(klass="interactive")
+        for metric in (metrics.QUEUE_REQUESTS, metrics.QUEUE_TOKENS, metrics.QUEUE_OLDEST_SECONDS)
+    )
+    async with keeping(bus):
+        caller = await asked(bus, "r-9", timeout_ms=300, request_id="mine")
+        await eventually(lambda: requests._value.get() == 1 and oldest._value.get() > 0.1)
+        assert tokens._value.get() > 100
+        await told(caller)
+        await at_rest(bus)
+        await eventually(lambda: requests._value.get() == oldest._value.get() == 0)
+        await bus.publish(subjects.trace("mine"), b"mine", inbox)
+        await eventually(lambda: bool(records))
+    [record] = records
+    assert (record.role, record.process, record.request, record.outcome) == ("keeper", "keeper-1", "r-9", "expired")
+    assert record.facts["reason"] == "expired"
+    assert record.took_s > 0.3

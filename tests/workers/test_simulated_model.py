@@ -77,7 +77,9 @@ def test_a_cold_prefill_takes_its_overhead_its_tokens_and_the_store() -> None:
     model = engine()
     model.submit(prefill("a", 1000), 5.0)
     ((at_s, output),) = run(model)
-    assert output == Output("a", Prefilled(cached_tokens=0, generated_tokens=1))
+    assert isinstance(output.what, Prefilled)
+    assert (output.what.cached_tokens, output.what.generated_tokens, output.what.wait_s) == (0, 1, 0.0)
+    assert output.what.store_s == pytest.approx(31 / 1_000)
     assert at_s == pytest.approx(5.0 + 0.01 + 1000 / 10_000 + 31 / 1_000)
 
 

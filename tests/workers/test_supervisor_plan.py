@@ -79,7 +79,7 @@ def test_a_worker_is_known_by_its_presence_and_a_step_by_its_end() -> None:
 
 def test_each_worker_and_the_keeper_have_a_metrics_port_of_their_own() -> None:
     workers = [unit for unit in units(SIMULATED).values() if unit.stage == Stage.WORKERS and not unit.is_step]
-    assert [unit.metrics_port for unit in workers] == [9101, 9102, 9103, 9104, 9105, 9106]
+    assert [unit.metrics for unit in workers] == [f"http://127.0.0.1:{port}/metrics" for port in range(9101, 9107)]
     assert workers[0].command[-6:] == ("--id", "prefill-1", "--metrics-port", "9101", "--config", "/etc/headrace.toml")
 
 

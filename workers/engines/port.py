@@ -36,11 +36,15 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
 
     `generated_tokens` is what the engine made on the way, always 1 and thrown away: decode samples it anew. No engine says of a
     request which part came from where: `hbm_tokens` of the cached ones are those that its cache held by its own events.
+    `wait_s` of its time it waited in the engine, for a place and for KV that was loaded; `store_s` went into storing, after
+    the prompt was computed. 0 where the engine does not tell.
     """
 
     cached_tokens: int
     generated_tokens: int
     hbm_tokens: int = 0
+    wait_s: float = 0.0
+    store_s: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +55,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     `before` is set in the first step of a continued reply: the text that the tokens delivered before have given.
     `choice`: which of several replies goes on; each has its own last step, with its `stop_reason`: what string or token ended it.
     `logprobs` and `message`: as `pipeline.protocol.pieces` has them.
+    `load_s` is set in the first step: so long KV was loaded, and a seat waited for, before anything was computed.
     """
 
     token_ids: Sequence[int]
@@ -62,6 +67,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     logprobs: str = ""
     message: str = ""
+    load_s: float = 0.0
 
 
 class EngineUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +108,12 @@ class Engine(Protocol):
         Raises `RequestError` where the template or the messages do not fit.
         """
 
-    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+    async def prefill(
+        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+    ) -> Prefilled:
         """Compute the prompt's KV with `max_tokens=1`. Returns when the KV is stored and any decode worker can load it.
+
+        `trace`: the trace context under which the engine's own spans hang, where it makes any.
 
         Raises `EngineFailed`, or `EngineDead` where the process must be restarted. Cancelling it aborts it.
         """
@@ -116,6 +126,7 @@ class Engine(Protocol):
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """Generate up to `max_tokens` after the prompt, under the sampling parameters of `chat`, which needs no messages.
 

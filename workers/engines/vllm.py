@@ -15,6 +15,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
+
 from pipeline.config import Config
 from pipeline.errors import EngineDead, EngineFailed, OperatorError
 from workers.engines import launch
@@ -138,7 +140,9 @@ class VllmEngine:
         """vLLM's own template code and tokeniser, in its thread. Raises `RequestError`."""
         return cast("list[int]", await self._chat.render(self._engine, self._renderer, chat, self._defaults))
 
-    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+    async def prefill(
+        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+    ) -> Prefilled:
         """Compute and store. Raises `EngineFailed`, `EngineDead`, or `RequestError` for tokens that cannot be a prompt.
 
         On CPU the worker stores a step's chunks before it reports the step, so the KV is there when the token is. On GPU
@@ -147,11 +151,14 @@ class VllmEngine:
         then a decode engine on GPU may look too early, and computes the chunks that it does not find.
         """
         cached = generated = 0
-        async with aclosing(self._generate(key, token_ids, salt, self._chat.prefill_sampling(), None)) as outputs:
+        wait_s = 0.0
+        sampling = self._chat.prefill_sampling()
+        async with aclosing(self._generate(key, token_ids, salt, sampling, None, trace=trace)) as outputs:
             async for output in outputs:
                 cached = output.num_cached_tokens or 0
                 generated = len(output.outputs[0].token_ids)
-        return Prefilled(cached_tokens=cached, generated_tokens=generated)
+                wait_s = _waited_s(output)
+        return Prefilled(cached_tokens=cached, generated_tokens=generated, wait_s=wait_s)
 
     async def decode(
         self,
@@ -161,6 +168,7 @@ class VllmEngine:
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """Generate. A step may be several of the engine's, where the caller is slower than it.
 
@@ -168,13 +176,14 @@ class VllmEngine:
         """
         request, parameters, reasoning_ended = self._chat.sampling(self._renderer, chat, max_tokens, self._defaults)
         if delivered:
-            async with aclosing(self._continue(key, token_ids, salt, parameters, delivered)) as steps:
+            async with aclosing(self._continue(key, token_ids, salt, parameters, delivered, trace)) as steps:
                 async for step in steps:
                     yield step
             return
         said = self._chat.Said(self._engine, self._renderer, request, token_ids, streamed=bool(chat.get("stream")))
         priority = int(chat.get("priority") or 0)  # which a scheduler heeds whose policy it is: see `extra`
-        async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended, priority)) as outputs:
+        outputs_of = self._generate(key, token_ids, salt, parameters, reasoning_ended, priority, trace)
+        async with aclosing(outputs_of) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
                     message, reason = await said.message(choice, _finish_reason(choice.finish_reason))
@@ -187,10 +196,17 @@ class VllmEngine:
                         stop_reason=choice.stop_reason,
                         logprobs=said.logprobs(choice),
                         message=message,
+                        load_s=_waited_s(output),
                     )
 
     async def _continue(
-        self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, delivered: Sequence[int]
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        parameters: Any,
+        delivered: Sequence[int],
+        trace: Mapping[str, str] | None,
     ) -> AsyncGenerator[Step, None]:
         """The rest of a reply of which `delivered` has been sent. See `vllm_resume`."""
         from workers.engines.vllm_resume import Continuation
@@ -200,12 +216,12 @@ class VllmEngine:
             yield rest.nothing_left()
             return
         prompt = [*token_ids, *delivered]
-        async with aclosing(self._generate(key, prompt, salt, rest.parameters(), None)) as outputs:
+        async with aclosing(self._generate(key, prompt, salt, rest.parameters(), None, trace=trace)) as outputs:
             async for output in outputs:
                 choice = output.outputs[0]
                 reason = _finish_reason(choice.finish_reason)
                 step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0, choice.stop_reason)
-                yield step
+                yield msgspec.structs.replace(step, load_s=_waited_s(output))
                 if step.finish_reason is not None:
                     return
 
@@ -217,17 +233,29 @@ class VllmEngine:
         parameters: Any,
         reasoning_ended: bool | None,
         priority: int = 0,
+        trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Any, None]:
         """vLLM's outputs for one request, with our errors. Closing it aborts the request."""
         assert SALT.fullmatch(salt), "a salt is hex"
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
-        outputs = self._engine.generate(prompt, parameters, key, reasoning_ended=reasoning_ended, priority=priority)
+        outputs = self._engine.generate(
+            prompt,
+            parameters,
+            key,
+            reasoning_ended=reasoning_ended,
+            priority=priority,
+            trace_headers=self._traced(trace),
+        )
         async with aclosing(outputs):
             try:
                 async for output in outputs:
                     yield output
             except Exception as error:
                 raise self._chat.blame(error) from error
+
+    def _traced(self, trace: Mapping[str, str] | None) -> Mapping[str, str] | None:
+        """Only where vLLM sends its spans anywhere: it logs a warning else."""
+        return trace if trace and self._config.telemetry.otlp_endpoint else None
 
     async def check(self) -> None:
         """Raises `EngineDead` where vLLM's processes have ended or its output has stopped."""
@@ -252,6 +280,12 @@ class VllmEngine:
             await asyncio.to_thread(engine.shutdown, CLOSE_S)
         if self._events_at is not None:
             self._events_at.cleanup()
+
+
+def _waited_s(output: Any) -> float:
+    """From vLLM's queue to the first step in which something was computed: loading KV, and waiting for a seat."""
+    times = output.metrics
+    return max(0.0, times.scheduled_ts - times.queued_ts) if times is not None and times.queued_ts else 0.0
 
 
 def _finish_reason(reason: str | None) -> FinishReason | None:

@@ -68,7 +68,10 @@ class Present(msgspec.Struct, frozen=True):
 
 
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
-    """One process of the stack. `environment` is added to ours; `leftovers` are files that it leaves when killed."""
+    """One process of the stack. `environment` is added to ours; `leftovers` are files that it leaves when killed.
+
+    `metrics` is where Prometheus reads it.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -78,7 +81,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     after: tuple[str, ...] = ()
     falls_with: tuple[str, ...] = ()
     leftovers: tuple[Path, ...] = ()
-    metrics_port: int | None = None
+    metrics: str | None = None
 
     @property
     def is_step(self) -> bool:
@@ -194,6 +197,11 @@ def gateway_url(config: Config) -> str:
     return f"{scheme}://{_bracketed(host)}:{config.gateway.port}"
 
 
+def lmcache_url(config: Config) -> str:
+    """The HTTP port of the LMCache server: its health, its metrics, what it holds."""
+    return f"http://{_bracketed(config.lmcache.host)}:{config.lmcache.http_port}"
+
+
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
@@ -244,12 +252,13 @@ def _model(config: Config) -> Unit:
 
 
 def _lmcache(config: Config) -> Unit:
-    store, segment = config.lmcache, launch.shm_path(config)
+    segment, url = launch.shm_path(config), lmcache_url(config)
     return Unit(
         name="lmcache",
         command=tuple(launch.lmcache_command(config)),
         environment=launch.lmcache_environment(),
-        ready=Answers(f"http://{_bracketed(store.host)}:{store.http_port}/healthcheck"),
+        ready=Answers(f"{url}/healthcheck"),
+        metrics=f"{url}/metrics",
         leftovers=(segment,) if segment else (),
         stage=Stage.STORE,
     )
@@ -266,7 +275,7 @@ def _worker(config: Config, site: Site, role: Role, name: str, metrics_port: int
         after=("streams", "model", "lmcache") if real else ("streams",),
         falls_with=("lmcache",) if real else (),
         stage=Stage.WORKERS,
-        metrics_port=metrics_port,
+        metrics=_metrics(metrics_port),
     )
 
 
@@ -276,11 +285,15 @@ def _keeper(config: Config, site: Site, metrics_port: int) -> Unit:
         name="keeper",
         command=_headrace(site, "keeper", "--id", "keeper", "--metrics-port", str(metrics_port)),
         environment=overlay(config),
-        ready=Answers(f"http://127.0.0.1:{metrics_port}/metrics"),
+        ready=Answers(_metrics(metrics_port)),
         after=("streams",),
         stage=Stage.WORKERS,
-        metrics_port=metrics_port,
+        metrics=_metrics(metrics_port),
     )
+
+
+def _metrics(port: int) -> str:
+    return f"http://127.0.0.1:{port}/metrics"
 
 
 def _gateway(config: Config, site: Site) -> Unit:
@@ -289,6 +302,7 @@ def _gateway(config: Config, site: Site) -> Unit:
         command=_headrace(site, "gateway"),
         environment=overlay(config),
         ready=Answers(f"{gateway_url(config)}/health", config.gateway.tls_cert),
+        metrics=f"{gateway_url(config)}/metrics",
         after=("streams",),
         stage=Stage.GATEWAY,
     )

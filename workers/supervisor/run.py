@@ -275,6 +275,7 @@ def endpoints(config: Config, run_folder: Path, slots: Iterable[Slot]) -> dict[s
         "certificate": str(Path(config.gateway.tls_cert).expanduser().absolute()) if config.gateway.tls_cert else "",
         "nats": config.nats.url,
         "nats_monitor": f"http://127.0.0.1:{config.nats.monitor_port}",
+        "lmcache": plan.lmcache_url(config) if config.engine == "vllm" else None,
         "engine": config.engine,
         "folder": str(run_folder),
         "processes": [
@@ -282,7 +283,7 @@ def endpoints(config: Config, run_folder: Path, slots: Iterable[Slot]) -> dict[s
                 "name": slot.unit.name,
                 "pid": slot.process.pid if slot.process else None,
                 "log": str(run_folder / "logs" / f"{slot.unit.name}.log"),
-                "metrics": f"http://127.0.0.1:{slot.unit.metrics_port}/metrics" if slot.unit.metrics_port else None,
+                "metrics": slot.unit.metrics,
             }
             for slot in slots
             if not slot.unit.is_step

@@ -138,8 +138,10 @@ class SimulatedEngine:
         self._check_length(len(token_ids))
         return token_ids
 
-    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
-        """See `Engine`. The KV is in the tier when this returns."""
+    async def prefill(
+        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+    ) -> Prefilled:
+        """See `Engine`; it makes no spans. The KV is in the tier when this returns."""
         self._check_length(len(token_ids))
         job = Job(key=f"prefill/{key}", token_ids=array("I", token_ids), salt=salt)
         job.fails_after = 0 if self._fails("prefill", key) else None
@@ -157,6 +159,7 @@ class SimulatedEngine:
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """See `Engine`."""
         jobs = self._decode_jobs(key, token_ids, salt, chat, max_tokens, delivered)

@@ -58,6 +58,7 @@ def _joined(first: Step, second: Step) -> Step:
         cached_tokens=first.cached_tokens,
         finish_reason=second.finish_reason,
         choice=first.choice,
+        load_s=first.load_s,
     )
 
 

@@ -81,8 +81,8 @@ class _Sequence:
     """
 
     __slots__ = (
-        "arrived_s", "begun", "cached", "computed", "ended", "held", "ids", "job", "names", "private",
-        "prompt_tokens", "ready_s", "reply", "root", "stored",
+        "arrived_s", "begun", "cached", "computed", "computed_s", "ended", "held", "ids", "job", "names", "private",
+        "prompt_tokens", "ready_s", "reply", "root", "started_s", "stored",
     )  # fmt: skip
 
     def __init__(self, job: Job, block_size: int, arrived_s: float) -> None:
@@ -101,6 +101,13 @@ class _Sequence:
         self.ended = False
         self.arrived_s = arrived_s
         self.ready_s = arrived_s
+        self.started_s: float | None = None
+        self.computed_s = arrived_s
+
+    @property
+    def waited_s(self) -> float:
+        """From its arrival until something was computed for it."""
+        return max(0.0, (self.started_s or self.arrived_s) - self.arrived_s)
 
 
 class _Step(msgspec.Struct, gc=False):
@@ -240,6 +247,8 @@ class EngineModel:
     def _share(self, sequence: _Sequence, budget: int, shares: list[tuple[_Sequence, int]]) -> int:
         """Give `sequence` its tokens of this step. Blocks that they fill can be found from now on, as in vLLM."""
         tokens = min(len(sequence.ids) - sequence.computed, budget)
+        if sequence.started_s is None:
+            sequence.started_s = self._tried_s
         self._name(sequence, sequence.computed + tokens)
         shares.append((sequence, tokens))
         return tokens
@@ -280,12 +289,14 @@ class EngineModel:
             return
         token_id, text, finish_reason = reply.next()
         sequence.ids.append(token_id)
+        first = len(sequence.ids) == sequence.prompt_tokens + 1
         step = Step(
             token_ids=(token_id,),
             text=text,
             cached_tokens=sequence.cached or 0,
             finish_reason=finish_reason,
             choice=job.choice,
+            load_s=sequence.waited_s if first else 0.0,
         )
         outputs.append(Output(job.key, step))
         if finish_reason is not None:
@@ -338,13 +349,19 @@ class EngineModel:
             return
         chunks = self._chunks(sequence)
         missing = len(chunks) - self._tier.match(chunks)
+        sequence.computed_s = at_s
         sequence.ready_s = self._linked_s(missing * self._shape.blocks_per_chunk, at_s)
         self._running.remove(sequence)
         self._storing.append(sequence)
 
     def _stored(self, sequence: _Sequence, outputs: list[Output]) -> None:
         self._tier.put(self._chunks(sequence))
-        done = Prefilled(cached_tokens=sequence.cached or 0, generated_tokens=1)
+        done = Prefilled(
+            cached_tokens=sequence.cached or 0,
+            generated_tokens=1,
+            wait_s=sequence.waited_s,
+            store_s=sequence.ready_s - sequence.computed_s,
+        )
         outputs.append(Output(sequence.job.key, done))
         self._end(sequence)
 

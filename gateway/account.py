@@ -1,0 +1,145 @@
+"""What is counted, remembered and logged of each request, once it has ended at this gateway."""
+
+import msgspec
+import structlog
+
+from gateway.intake import Headers, Order, class_of
+from gateway.replies import Reply
+from pipeline import outside
+from pipeline.bus.connection import Bus
+from pipeline.bus.recorder import Recorder
+from pipeline.config import Telemetry
+from pipeline.errors import ErrorBody, ReplyError
+from pipeline.protocol import stages
+from pipeline.protocol.messages import Done
+from pipeline.protocol.records import Facts, Record, creator_as, is_called
+from pipeline.telemetry import metrics
+from pipeline.telemetry.spans import Span, spans_of
+
+
+class Open(msgspec.Struct):
+    """A request that has been let in. `request_id` is what its client calls it, or its own id."""
+
+    order: Order
+    reply: Reply
+    request_id: str
+    span: Span
+
+
+class Account:
+    """One gateway's books of its requests."""
+
+    def __init__(self, bus: Bus, settings: Telemetry, process: str) -> None:
+        self.spans = spans_of(settings, process, "gateway")
+        self.recorder = Recorder(bus, settings, self._working)
+        self._process = process
+        self._open: dict[str, Open] = {}
+
+    def begin(self, order: Order, reply: Reply, request_id: str, now_s: float) -> None:
+        """It has been let in. From now on its stored message has the trace context of our span."""
+        span = self.spans.begin(order.trace, now_s - reply.at.asked_s)
+        order.trace = span.context
+        if span.trace_id:
+            structlog.contextvars.bind_contextvars(trace_id=span.trace_id)  # of this request's task
+        self._open[order.id] = Open(order, reply, request_id, span)
+        metrics.IN_FLIGHT.inc()
+
+    def ended(self, order: Order, now_s: float) -> None:
+        """It is over: its client has all that it will get."""
+        opened = self._open.pop(order.id)
+        reply = opened.reply
+        metrics.IN_FLIGHT.dec()
+        end = reply.end if reply.delivered else None
+        word = outcome(end)
+        _count(word, order.klass, now_s - reply.at.asked_s, reply.at)
+        if isinstance(end, ErrorBody):
+            count_refusal(end.code)
+        if isinstance(end, Done):
+            _count_tokens(end)
+        self.recorder.ended(self._record(opened, word, now_s), opened.span, stages.AT_GATEWAY, loud=True)
+
+    def refused(self, error: ReplyError | None, headers: Headers, took_s: float) -> None:
+        """It was not let in: for `error`, or because its client left before it was read."""
+        if error is not None:
+            count_refusal(error.code)
+        _count("cancelled" if error is None else outcome(error.body()), _class_of(headers), took_s)
+
+    def _working(self, name: str) -> list[Record]:
+        now_s, opened = outside.monotonic_s(), self._open.values()
+        return [self._record(one, "", now_s) for one in opened if is_called(name, one.order.id, one.request_id)]
+
+    def _record(self, opened: Open, word: str, now_s: float) -> Record:
+        order, reply = opened.order, opened.reply
+        end = reply.end
+        took_s = now_s - reply.at.asked_s
+        done = end if isinstance(end, Done) else None
+        times = reply.at.stages(now_s, done.claim, done.stages) if done else reply.at.stages(now_s)
+        return Record(
+            process=self._process,
+            role="gateway",
+            request=order.id,
+            outcome=word,
+            began_unix_s=outside.unix_s() - took_s,
+            took_s=took_s,
+            stages=times,
+            request_id="" if opened.request_id == order.id else opened.request_id,
+            trace_id=opened.span.trace_id,
+            creator=creator_as(self.recorder.settings.creators, order.creator),
+            facts=_facts(order, reply, end),
+        )
+
+
+def outcome(end: Done | ErrorBody | None) -> str:
+    """The word under which a request is counted. No end: its client had left."""
+    if end is None:
+        return "cancelled"
+    if isinstance(end, Done):
+        return "whole"
+    if end.code == "deadline":
+        return "expired"
+    if end.status in (429, 503):
+        return "rejected"
+    return "invalid" if end.status < 500 else "failed"
+
+
+def count_refusal(code: str) -> None:
+    """Why: only of what an operator's bounds and keys decide."""
+    if code in metrics.LABELS["headrace_refusals"]["reason"]:
+        metrics.REFUSALS.labels(reason=code).inc()
+
+
+def _class_of(headers: Headers) -> str:
+    """What is no class is counted as interactive: labels are bounded."""
+    try:
+        return class_of(headers)
+    except ReplyError:
+        return "interactive"
+
+
+def _count(word: str, klass: str, took_s: float, at: stages.AtGateway | None = None) -> None:
+    metrics.REQUESTS.labels(outcome=word, klass=klass).inc()
+    metrics.E2E_SECONDS.labels(outcome=word, klass=klass).observe(took_s)
+    if at is not None and at.first_s is not None:
+        metrics.TTFT_SECONDS.labels(outcome=word, klass=klass).observe(at.first_s - at.asked_s)
+    if at is not None and at.attempts:
+        metrics.ATTEMPTS.labels(attempts=str(at.attempts) if at.attempts <= metrics.ATTEMPTS_TOLD else "more").inc()
+
+
+def _count_tokens(end: Done) -> None:
+    metrics.PROMPT_TOKENS.inc(end.usage.prompt_tokens)
+    metrics.CACHED_TOKENS.inc(end.usage.cached_tokens)
+    metrics.DECODE_CACHED_TOKENS.inc(end.usage.decode_cached_tokens)
+    metrics.OUTPUT_TOKENS.inc(end.usage.completion_tokens)
+
+
+def _facts(order: Order, reply: Reply, end: Done | ErrorBody | None) -> Facts:
+    facts: Facts = {"klass": order.klass, "attempts": reply.at.attempts}
+    if reply.at.first_s is not None:
+        facts["ttft_ms"] = round(1e3 * (reply.at.first_s - reply.at.asked_s), 2)
+    if isinstance(end, ErrorBody):
+        return facts | {"code": end.code, "status": end.status}
+    if end is not None:
+        usage = end.usage
+        facts |= {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+        facts |= {"completion_tokens": usage.completion_tokens, "prefill": usage.prefill, "decode": usage.decode}
+    return facts

@@ -1,0 +1,74 @@
+"""What a process says of each request that has ended there: a record that is kept, a line in the log, a span.
+
+`headrace trace` asks for records on `control.trace.<name>`. A process that knows nothing of the name does not answer.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from pipeline.bus.connection import Bus, Message
+from pipeline.bus.errors import BusError
+from pipeline.config import Telemetry
+from pipeline.protocol import subjects
+from pipeline.protocol.messages import encode
+from pipeline.protocol.records import ANSWERED_MAX, Record, Ring
+from pipeline.protocol.stages import STAGES
+from pipeline.telemetry import logs, metrics
+from pipeline.telemetry.spans import Span
+
+_SERVED: Final = ("whole", "handed_off")
+
+_STAGE_SECONDS: Final = {stage: metrics.STAGE_SECONDS.labels(stage=stage) for stage in STAGES}
+
+log: Final = logs.get("request")
+
+
+class Recorder:
+    """One process's. `working` says what is under way now under a name."""
+
+    def __init__(self, bus: Bus, settings: Telemetry, working: Callable[[str], list[Record]]) -> None:
+        self.settings: Final = settings
+        self._bus = bus
+        self._working = working
+        self._ring = Ring(settings.kept_max)
+
+    async def listen(self) -> None:
+        """Answer from now on."""
+        await self._bus.subscribe(subjects.trace_any(), self._asked)
+
+    def ended(self, record: Record, span: Span, mine: Collection[str], *, loud: bool) -> None:
+        """A request has. `mine` are the stages that are counted here. `loud`: where nobody else writes its line, or it failed."""
+        self._ring.add(record)
+        span.end(record, mine)
+        if record.outcome in _SERVED:
+            for stage, took_s in record.stages.items():
+                if took_s > 0 and stage in mine:
+                    _STAGE_SECONDS[stage].observe(took_s)
+        if loud and self.settings.log_requests:
+            (log.warning if record.outcome == "failed" else log.info)("request", **fields(record))
+
+    def _asked(self, message: Message) -> None:
+        name = message.data.decode("utf-8", "replace") or message.subject.rpartition(".")[2]
+        known = [*self._ring.find(name), *self._working(name)]
+        if known and message.reply:
+            try:
+                self._bus.post(message.reply, encode(known[-ANSWERED_MAX:]))
+            except BusError:
+                log.warning("not_said", subject=message.reply)
+
+
+def fields(record: Record) -> dict[str, object]:
+    """A record as a line of the log: what is empty is left out, times are milliseconds. The process is in every line already."""
+    said = {
+        "request": record.request,
+        "request_id": record.request_id,
+        "trace_id": record.trace_id,
+        "outcome": record.outcome,
+        "creator": record.creator,
+    }
+    return {
+        **{name: value for name, value in said.items() if value},
+        **record.facts,
+        "took_ms": round(1000 * record.took_s, 2),
+        "stages_ms": {stage: round(1000 * took_s, 2) for stage, took_s in record.stages.items() if took_s > 0},
+    }

@@ -1,0 +1,45 @@
+"""What every prefill job of a worker shares."""
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import msgspec
+
+from pipeline.bus.connection import Bus
+from pipeline.config import Config
+from pipeline.protocol.intake import Rules
+from pipeline.protocol.messages import Presence
+from pipeline.telemetry.spans import Spans
+from workers.engines.port import Engine
+from workers.identity import Identity
+from workers.leases import Leases
+from workers.referred import Shelf
+from workers.starts import Starts
+
+
+class Desk(msgspec.Struct, frozen=True, kw_only=True):
+    """Its parts, and what a job asks of its worker.
+
+    `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
+    `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, and `silence_s` how long a decode
+    worker has not been heard. `suspects` lets in one request at a time that workers have died with. `shelf`: what they refer to.
+    """
+
+    bus: Bus
+    engine: Engine
+    config: Config
+    me: Identity
+    rules: Rules
+    leases: Leases
+    verdicts_at: str
+    starts: Starts
+    decoders: Callable[[], list[Presence]]
+    living: Callable[[], set[str]]
+    silence_s: Callable[[str], float]
+    weigh: Callable[[int], None]
+    rendered: Callable[[str, str, bytes], None]
+    expects: Callable[[str, Sequence[int]], int]
+    suspects: anyio.Semaphore
+    shelf: Shelf
+    spans: Spans
+    clock: Callable[[], float]
