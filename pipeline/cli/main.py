@@ -27,6 +27,7 @@ from pipeline.cli import (
     shards,
     simulate,
     streams,
+    trace,
 )
 from pipeline.cli import credits as books
 from pipeline.errors import OperatorError
@@ -45,6 +46,7 @@ ORDER: Final = (
     "doctor",
     "credits",
     "shards",
+    "trace",
     "dlq",
 )
 """Commands in the help, the first to use first. Others follow."""
@@ -106,6 +108,7 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "doctor", doctor.doctor
     yield "credits", books.show
     yield "shards", shards.shards
+    yield "trace", trace.trace
     yield "dlq", dlq.app
     yield "chaos", chaos.chaos
     yield "simulate", simulate.simulate
