@@ -60,6 +60,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_max: int = 2048
     starts_max: int = 20
     config: Path = LOCAL_CONFIG
+    otlp_endpoint: str = ""
 
     def environment(self) -> dict[str, str]:
         """As the configuration's variables."""
@@ -70,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "DECODE__SLOTS": self.decode_slots,
             "GATEWAY__IN_FLIGHT_MAX": self.in_flight_max,
             "REQUESTS__STARTS_MAX": self.starts_max,
+            "TELEMETRY__OTLP_ENDPOINT": self.otlp_endpoint,
         }
         return {f"HEADRACE__{place}": str(value) for place, value in places.items()}
 

@@ -62,6 +62,9 @@ def environment(config: Config, role: Role) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # LMCache's connector was checked against the first runner only
     }
+    if config.telemetry.otlp_endpoint:
+        # vLLM's spans go where ours do; it would take gRPC.
+        variables |= {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf", "OTEL_SERVICE_NAME": f"vllm-{role}"}
     if local(config.model.source):
         variables |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return variables | (_cpu_environment(settings(config, role)) if cpu_build() else {})
@@ -104,6 +107,8 @@ def engine_arguments(config: Config, role: Role, model_path: str, events_at: Pat
         "disable_log_stats": True,
         "kv_transfer_config": connector(config, role),
     }
+    if config.telemetry.otlp_endpoint:
+        arguments["otlp_traces_endpoint"] = config.telemetry.otlp_endpoint
     if (
         events_at is not None and engine.extra.get("data_parallel_size", 1) == 1
     ):  # of several ranks each has a stream of its own
