@@ -16,7 +16,7 @@ import msgspec
 from pipeline.errors import ErrorBody, InvalidField
 from pipeline.protocol.conversations import Talk
 from pipeline.protocol.keys import KeyUse
-from pipeline.protocol.pieces import Choice, ChoiceInJson, Extra, ExtraInJson
+from pipeline.protocol.pieces import Choice, Extra, choice_in_json, extra_in_json
 from pipeline.protocol.stages import AtPrefill, Stages, named
 
 Version = Literal[1]
@@ -402,37 +402,12 @@ def _spelled_out(frame: AnyFrame) -> dict[str, Any]:
     if isinstance(frame, Tokens | Done):
         fields["ids"] = unpack_ids(frame.ids)
     if isinstance(frame, Tokens):
-        fields["extra"] = frame.extra and _extra_in_json(frame.extra)
+        fields["extra"] = frame.extra and extra_in_json(frame.extra, unpack_ids(frame.extra.prompt))
     if isinstance(frame, Done):
-        fields["choices"] = [_choice_in_json(choice) for choice in frame.choices]
+        fields["choices"] = [choice_in_json(one, unpack_ids(one.ids)) for one in frame.choices]
         fields["prompt"] = unpack_ids(frame.prompt)
         fields["stages"] = frame.stages and named(frame.stages)
     return {"kind": frame.__struct_config__.tag, **fields}
-
-
-def _extra_in_json(extra: Extra) -> ExtraInJson:
-    return ExtraInJson(
-        choice=extra.choice,
-        logprobs=_listed(extra.logprobs),
-        prompt_tokens=extra.prompt_tokens,
-        prompt=unpack_ids(extra.prompt),
-        message=_listed(extra.message),
-    )
-
-
-def _choice_in_json(choice: Choice) -> ChoiceInJson:
-    return ChoiceInJson(
-        ids=unpack_ids(choice.ids),
-        text=choice.text,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        logprobs=_listed(choice.logprobs),
-        message=_listed(choice.message),
-    )
-
-
-def _listed(entries: str) -> msgspec.Raw:
-    return msgspec.Raw(f"[{entries}]".encode())
 
 
 frames_decoder: Final[msgspec.msgpack.Decoder[list[AnyFrame]]] = msgspec.msgpack.Decoder(list[AnyFrame])

@@ -51,3 +51,30 @@ class ChoiceInJson(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None
     logprobs: msgspec.Raw
     message: msgspec.Raw
+
+
+def extra_in_json(extra: Extra, prompt: list[int]) -> ExtraInJson:
+    """`extra` with its prompt's ids as a list."""
+    return ExtraInJson(
+        choice=extra.choice,
+        logprobs=_listed(extra.logprobs),
+        prompt_tokens=extra.prompt_tokens,
+        prompt=prompt,
+        message=_listed(extra.message),
+    )
+
+
+def choice_in_json(choice: Choice, ids: list[int]) -> ChoiceInJson:
+    """`choice` with its ids as a list."""
+    return ChoiceInJson(
+        ids=ids,
+        text=choice.text,
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+        logprobs=_listed(choice.logprobs),
+        message=_listed(choice.message),
+    )
+
+
+def _listed(entries: str) -> msgspec.Raw:
+    return msgspec.Raw(f"[{entries}]".encode())
