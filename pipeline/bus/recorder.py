@@ -4,7 +4,10 @@
 """
 
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Final
+
+from prometheus_client import Histogram
 
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
@@ -12,13 +15,10 @@ from pipeline.config import Telemetry
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import encode
 from pipeline.protocol.records import ANSWERED_MAX, Record, Ring
-from pipeline.protocol.stages import STAGES
 from pipeline.telemetry import logs, metrics
 from pipeline.telemetry.spans import Span
 
 _SERVED: Final = ("whole", "handed_off")
-
-_STAGE_SECONDS: Final = {stage: metrics.STAGE_SECONDS.labels(stage=stage) for stage in STAGES}
 
 log: Final = logs.get("request")
 
@@ -43,7 +43,7 @@ class Recorder:
         if record.outcome in _SERVED:
             for stage, took_s in record.stages.items():
                 if took_s > 0 and stage in mine:
-                    _STAGE_SECONDS[stage].observe(took_s)
+                    _seconds(stage).observe(took_s)
         if loud and self.settings.log_requests:
             (log.warning if record.outcome == "failed" else log.info)("request", **fields(record))
 
@@ -55,6 +55,12 @@ class Recorder:
                 self._bus.post(message.reply, encode(known[-ANSWERED_MAX:]))
             except BusError:
                 log.warning("not_said", subject=message.reply)
+
+
+@cache
+def _seconds(stage: str) -> Histogram:
+    """Made at its first use: no process has them all."""
+    return metrics.STAGE_SECONDS.labels(stage=stage)
 
 
 def fields(record: Record) -> dict[str, object]:
