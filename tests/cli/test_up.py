@@ -127,6 +127,8 @@ def test_its_endpoints_are_there_for_programs(stack: Up) -> None:
         assert psutil.pid_exists(process["pid"])
         assert Path(process["log"]).exists()
     assert processes["decode-1"]["metrics"].startswith("http://127.0.0.1:")
+    assert processes["gateway"]["metrics"] == f"{stack.endpoints['gateway']}/metrics"
+    assert stack.endpoints["lmcache"] is None
 
 
 PERSONA = "You are Zoë. " * 30
