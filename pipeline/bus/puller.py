@@ -32,6 +32,7 @@ from pipeline.bus.errors import Disconnected
 from pipeline.limits import PULL_RANK_MAX
 from pipeline.protocol.subjects import Shard, parse_stored
 from pipeline.telemetry import logs
+from pipeline.telemetry.metrics import PULLS_ABANDONED
 
 GROUP: Final = "pool"
 """The priority group of every shard's consumer, as in `configs/jetstream`."""
@@ -248,7 +249,9 @@ class Puller:
         self._pulls = {reply: pull for reply, pull in self._pulls.items() if pull.made_s >= since_s}
         waiting = self._waiting()
         for shard, left in list(self._left.items()):
-            self._end(shard, left - waiting[shard])
+            if (silent := left - waiting[shard]) > 0:
+                PULLS_ABANDONED.inc(silent)
+                self._end(shard, silent)
 
     def _reconnected(self) -> None:
         self._inbox = ""

@@ -224,6 +224,11 @@ SLOTS: Final = Gauge("headrace_slots", "Room for requests in this prefill worker
 PULLS_OUTSTANDING: Final = Gauge(
     "headrace_pulls_outstanding", "Pulls that wait at the broker for a message.", registry=REGISTRY
 )
+PULLS_ABANDONED: Final = Counter(
+    "headrace_pulls_abandoned",
+    "Slots whose pull was given up: it is over, and its end was not heard.",
+    registry=REGISTRY,
+)
 DELIVERIES: Final = Counter(
     "headrace_deliveries",
     "Messages delivered: first time, again, or beyond the free slots.",

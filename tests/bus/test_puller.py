@@ -14,6 +14,7 @@ from pipeline.bus.connection import Bus, Message
 from pipeline.bus.puller import Delivery, Puller
 from pipeline.paths import JETSTREAM
 from pipeline.protocol.subjects import Shard
+from pipeline.telemetry.metrics import PULLS_ABANDONED
 from tests.bus.support import CLASS, STREAM, api, eventually, fresh, shard_of, stored, subject_of, waiting_pulls
 from tests.nats_server import NatsServer
 
@@ -249,6 +250,7 @@ async def test_a_lost_delivery_does_not_keep_its_slot_for_ever(queue: Bus, monke
             worker.offer(SHARD, 1, 0)
         came = worker.puller._delivered
         lost: list[Message] = []
+        abandoned = PULLS_ABANDONED._value.get()
         with monkeypatch.context() as patch:
             patch.setattr(worker.puller, "_delivered", lost.append)
             await publish(queue, 1)
@@ -256,6 +258,7 @@ async def test_a_lost_delivery_does_not_keep_its_slot_for_ever(queue: Bus, monke
         assert worker.puller._delivered == came
         await eventually(lambda: worker.ended[SHARD] == 3)
         assert worker.puller.outstanding(SHARD) == 0
+        assert PULLS_ABANDONED._value.get() > abandoned
 
 
 async def test_p9_after_a_killed_broker_the_next_message_comes_within_a_second(broker: NatsServer) -> None:
