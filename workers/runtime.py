@@ -27,8 +27,7 @@ from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.subjects import CLASSES
 from pipeline.protocol.turns import TURNS
-from pipeline.telemetry import spans
-from pipeline.telemetry import metrics
+from pipeline.telemetry import metrics, spans
 from pipeline.telemetry.lag import measure_lag
 from workers.decode import DecodeWorker
 from workers.engines.port import Engine
