@@ -16,7 +16,7 @@ import msgspec
 from pipeline.errors import ErrorBody, InvalidField
 from pipeline.protocol.conversations import Talk
 from pipeline.protocol.keys import KeyUse
-from pipeline.protocol.pieces import Choice, ChoiceInJson, Extra, ExtraInJson
+from pipeline.protocol.pieces import Choice, Echo, Extra, choice_in_json, extra_in_json
 
 Version = Literal[1]
 Encoding = Literal["json", "msgpack"]
@@ -57,6 +57,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     `cached_tokens` of the prompt prefill did not compute: `hbm_tokens` of them it found in its engine's own cache, the others in
     LMCache. `decode_cached_tokens` of it decode did not compute, which is what the hand-off carried. `prefill_generated_tokens`
     is 1, thrown away; 0 says that the request went directly to decode, and then `cached_tokens` is what decode found.
+    `reasoning_tokens` of the completion were reasoning, where a parser tells.
     """
 
     prompt_tokens: int
@@ -67,6 +68,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prefill: str
     decode: str
     hbm_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False, tag_field="kind", tag="?"):
@@ -97,7 +99,7 @@ class Done(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag=
     """The whole reply once more; `index` is its length in tokens. Sent as a request: the ack follows `Whole`.
 
     `choices` are all replies, where there are several, or where there is more to say than ids, text and reason: these are the
-    first one's. `prompt` has the prompt's ids (packed), where they are asked for.
+    first one's. `prompt` has the prompt's ids (packed) and `prompt_logprobs` vLLM's (a JSON list), where they are asked for.
     """
 
     ids: bytes
@@ -106,6 +108,7 @@ class Done(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag=
     usage: Usage
     choices: list[Choice] = []
     prompt: bytes = b""
+    prompt_logprobs: str = ""
 
     @property
     def all_choices(self) -> list[Choice]:
@@ -249,8 +252,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """The completion event: the KV of this request is in LMCache, under a live grant.
 
     `ask` is the grant's id, `epoch` the decode worker's that gave it. `claim` is prefill's, which decode takes over. `ids`
-    are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the messages. `talk` is set
-    where the exchange is to be written down.
+    are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the prompt. `talk` is set
+    where the exchange is to be written down. `echo` and `prompt_logprobs` (as in `Done`) are what only prefill knows.
     `direct`: no prefill engine has seen this prompt. LMCache has of it what earlier ones have left; decode computes the rest.
     """
 
@@ -276,6 +279,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     hbm_tokens: int = 0
     direct: bool = False
     talk: Talk | None = None
+    echo: Echo = Echo()
+    prompt_logprobs: str = ""
 
 
 class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answer"):
@@ -398,36 +403,12 @@ def _spelled_out(frame: AnyFrame) -> dict[str, Any]:
     if isinstance(frame, Tokens | Done):
         fields["ids"] = unpack_ids(frame.ids)
     if isinstance(frame, Tokens):
-        fields["extra"] = frame.extra and _extra_in_json(frame.extra)
+        fields["extra"] = frame.extra and extra_in_json(frame.extra, unpack_ids(frame.extra.prompt))
     if isinstance(frame, Done):
-        fields["choices"] = [_choice_in_json(choice) for choice in frame.choices]
+        fields["choices"] = [choice_in_json(choice, unpack_ids(choice.ids)) for choice in frame.choices]
         fields["prompt"] = unpack_ids(frame.prompt)
+        fields["prompt_logprobs"] = msgspec.Raw(frame.prompt_logprobs.encode() or b"null")
     return {"kind": frame.__struct_config__.tag, **fields}
-
-
-def _extra_in_json(extra: Extra) -> ExtraInJson:
-    return ExtraInJson(
-        choice=extra.choice,
-        logprobs=_listed(extra.logprobs),
-        prompt_tokens=extra.prompt_tokens,
-        prompt=unpack_ids(extra.prompt),
-        message=_listed(extra.message),
-    )
-
-
-def _choice_in_json(choice: Choice) -> ChoiceInJson:
-    return ChoiceInJson(
-        ids=unpack_ids(choice.ids),
-        text=choice.text,
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-        logprobs=_listed(choice.logprobs),
-        message=_listed(choice.message),
-    )
-
-
-def _listed(entries: str) -> msgspec.Raw:
-    return msgspec.Raw(f"[{entries}]".encode())
 
 
 frames_decoder: Final[msgspec.msgpack.Decoder[list[AnyFrame]]] = msgspec.msgpack.Decoder(list[AnyFrame])

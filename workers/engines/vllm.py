@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from pipeline.config import Config
-from pipeline.errors import EngineDead, EngineFailed, OperatorError
+from pipeline.errors import EngineDead, OperatorError, ReplyLost
+from pipeline.protocol.completions import prompt_logprobs
+from pipeline.protocol.pieces import Echo
 from workers.engines import launch
-from workers.engines.port import CacheEvents, EngineInfo, EngineUsage, FinishReason, Prefilled, Step
+from workers.engines.port import NO_ECHO, CacheEvents, EngineInfo, EngineUsage, Prefilled, Rendered, Step
 
 SALT: Final = re.compile(r"[0-9a-f]{1,128}")
 """LMCache allows 128 characters. One it does not allow ends the scheduler, so nothing but hex passes here."""
@@ -65,7 +67,8 @@ class VllmEngine:
         self._model_path = model_path
         self._usage = _Usage()
         self._engine: Any = None
-        self._chat: Any = None  # the module `vllm_chat`, once vLLM may be imported
+        self._chat: Any = None  # the modules `vllm_chat` and `vllm_completions`, once vLLM may be imported
+        self._completions: Any = None
         self._renderer: Any = None
         self._defaults: Mapping[str, Any] = {}  # sampling parameters that the model's generation_config.json sets
         self._info: EngineInfo | None = None
@@ -100,13 +103,14 @@ class VllmEngine:
 
     def _load(self) -> None:
         launch.apply_environment(self._config, self._role)
-        from workers.engines import vllm_chat, vllm_setup
+        from workers.engines import vllm_chat, vllm_completions, vllm_setup
 
-        self._chat = vllm_chat
+        self._chat, self._completions = vllm_chat, vllm_completions
         events_at = Path(self._events_at.name) if self._events_at else None
         self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage, events_at)
         self._info = vllm_setup.describe(self._engine, self._config, self._model_path)
-        self._renderer = vllm_chat.renderer(self._engine, self._config.model.tool_parser)
+        model = self._config.model
+        self._renderer = vllm_chat.renderer(self._engine, model.tool_parser, model.reasoning_parser)
         self._defaults = self._engine.model_config.get_diff_sampling_param()
 
     def _listen(self) -> None:
@@ -134,11 +138,18 @@ class VllmEngine:
         await self._engine.reset_prefix_cache()  # so that the second time it must load
         await self.prefill(f"warm-up-{salt}-1", tokens, salt)
 
-    async def render(self, chat: Mapping[str, Any]) -> list[int]:
-        """vLLM's own template code and tokeniser, in its thread. Raises `RequestError`."""
-        return cast("list[int]", await self._chat.render(self._engine, self._renderer, chat, self._defaults))
+    def _kind(self, chat: Mapping[str, Any]) -> Any:
+        """The module that knows vLLM's words for such a request."""
+        return self._completions if chat.get("type") == "completion" else self._chat
 
-    async def prefill(self, key: str, token_ids: Sequence[int], salt: str) -> Prefilled:
+    async def render(self, chat: Mapping[str, Any]) -> Rendered:
+        """vLLM's own template code and tokeniser, in its thread. Raises `RequestError`."""
+        rendered = await self._kind(chat).render(self._engine, self._renderer, chat, self._defaults)
+        return cast("Rendered", rendered)
+
+    async def prefill(
+        self, key: str, token_ids: Sequence[int], salt: str, chat: Mapping[str, Any] | None = None
+    ) -> Prefilled:
         """Compute and store. Raises `EngineFailed`, `EngineDead`, or `RequestError` for tokens that cannot be a prompt.
 
         On CPU the worker stores a step's chunks before it reports the step, so the KV is there when the token is. On GPU
@@ -146,12 +157,20 @@ class VllmEngine:
         of this request), and this method to wait for it. That is not built, because it cannot be tried on CPU: until
         then a decode engine on GPU may look too early, and computes the chunks that it does not find.
         """
-        cached = generated = 0
-        async with aclosing(self._generate(key, token_ids, salt, self._chat.prefill_sampling(), None)) as outputs:
+        asked = prompt_logprobs(chat) if chat is not None else None
+        parameters = self._chat.prefill_sampling(asked)
+        async with aclosing(self._generate(key, token_ids, salt, parameters, {})) as outputs:
             async for output in outputs:
-                cached = output.num_cached_tokens or 0
-                generated = len(output.outputs[0].token_ids)
-        return Prefilled(cached_tokens=cached, generated_tokens=generated)
+                last = output
+        told = ("", "")
+        if chat is not None and asked is not None:
+            told = self._kind(chat).told_of_prompt(self._engine, chat, token_ids, last.prompt_logprobs)
+        return Prefilled(
+            cached_tokens=last.num_cached_tokens or 0,
+            generated_tokens=len(last.outputs[0].token_ids),
+            prompt_logprobs=told[0],
+            echo_logprobs=told[1],
+        )
 
     async def decode(
         self,
@@ -161,51 +180,46 @@ class VllmEngine:
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        echo: Echo = NO_ECHO,
     ) -> AsyncGenerator[Step, None]:
         """Generate. A step may be several of the engine's, where the caller is slower than it.
 
         Raises as `prefill`, and `RequestError` for sampling parameters that vLLM refuses.
         """
-        request, parameters, reasoning_ended = self._chat.sampling(self._renderer, chat, max_tokens, self._defaults)
+        kind, streamed = self._kind(chat), bool(chat.get("stream"))
+        how = kind.sampling(self._renderer, chat, token_ids, max_tokens, self._defaults)
+        said = kind.Said(self._engine, self._renderer, how.request, token_ids, echo, streamed=streamed)
         if delivered:
-            async with aclosing(self._continue(key, token_ids, salt, parameters, delivered)) as steps:
+            if said.is_parsed and streamed:
+                raise ReplyLost("A worker was lost, and a parser has read a part of its reply: send it again.")
+            async with aclosing(self._continue(key, token_ids, salt, how.parameters, delivered, said)) as steps:
                 async for step in steps:
                     yield step
             return
-        said = self._chat.Said(self._engine, self._renderer, request, token_ids, streamed=bool(chat.get("stream")))
         priority = int(chat.get("priority") or 0)  # which a scheduler heeds whose policy it is: see `extra`
-        async with aclosing(self._generate(key, token_ids, salt, parameters, reasoning_ended, priority)) as outputs:
+        async with aclosing(self._generate(key, token_ids, salt, how.parameters, how.arguments, priority)) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
-                    message, reason = await said.message(choice, _finish_reason(choice.finish_reason))
-                    yield Step(
-                        token_ids=list(choice.token_ids),
-                        text=choice.text,
-                        cached_tokens=output.num_cached_tokens or 0,
-                        finish_reason=reason,
-                        choice=choice.index,
-                        stop_reason=choice.stop_reason,
-                        logprobs=said.logprobs(choice),
-                        message=message,
-                    )
+                    yield await said.step(choice, output.num_cached_tokens or 0)
 
     async def _continue(
-        self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, delivered: Sequence[int]
+        self, key: str, token_ids: Sequence[int], salt: str, parameters: Any, delivered: Sequence[int], said: Any
     ) -> AsyncGenerator[Step, None]:
         """The rest of a reply of which `delivered` has been sent. See `vllm_resume`."""
         from workers.engines.vllm_resume import Continuation
 
         rest = Continuation(self._engine, token_ids, parameters, delivered)
         if rest.over is not None:
-            yield rest.nothing_left()
+            yield await said.continued(rest.nothing_left(), delivered)
             return
-        prompt = [*token_ids, *delivered]
-        async with aclosing(self._generate(key, prompt, salt, rest.parameters(), None)) as outputs:
+        prompt, unread = [*token_ids, *delivered], delivered
+        async with aclosing(self._generate(key, prompt, salt, rest.parameters(), {})) as outputs:
             async for output in outputs:
                 choice = output.outputs[0]
-                reason = _finish_reason(choice.finish_reason)
+                reason = self._chat.finish_reason(choice.finish_reason)
                 step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0, choice.stop_reason)
-                yield step
+                yield await said.continued(step, unread)
+                unread = ()
                 if step.finish_reason is not None:
                     return
 
@@ -215,13 +229,13 @@ class VllmEngine:
         token_ids: Sequence[int],
         salt: str,
         parameters: Any,
-        reasoning_ended: bool | None,
+        arguments: Mapping[str, Any],
         priority: int = 0,
     ) -> AsyncGenerator[Any, None]:
         """vLLM's outputs for one request, with our errors. Closing it aborts the request."""
         assert SALT.fullmatch(salt), "a salt is hex"
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
-        outputs = self._engine.generate(prompt, parameters, key, reasoning_ended=reasoning_ended, priority=priority)
+        outputs = self._engine.generate(prompt, parameters, key, priority=priority, **arguments)
         async with aclosing(outputs):
             try:
                 async for output in outputs:
@@ -252,12 +266,3 @@ class VllmEngine:
             await asyncio.to_thread(engine.shutdown, CLOSE_S)
         if self._events_at is not None:
             self._events_at.cleanup()
-
-
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    """vLLM's reason in ours. Raises `EngineFailed` for "error", after which no more comes."""
-    if reason == "error":
-        raise EngineFailed("The engine gave the request up.")
-    if reason == "repetition":  # the client asked to stop there
-        return "stop"
-    return cast("FinishReason | None", reason)
