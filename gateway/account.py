@@ -1,10 +1,13 @@
 """What is counted, remembered and logged of each request, once it has ended at this gateway."""
 
+from collections.abc import Sequence
+
 import msgspec
 import structlog
 
 from gateway.intake import Headers, Order, class_of
 from gateway.replies import Reply
+from gateway.together import AnyReply
 from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.recorder import Recorder
@@ -14,11 +17,11 @@ from pipeline.protocol import stages
 from pipeline.protocol.messages import Done
 from pipeline.protocol.records import Facts, Record, creator_as, is_called
 from pipeline.telemetry import metrics
-from pipeline.telemetry.spans import Span, spans_of
+from pipeline.telemetry.spans import Passed, Span, spans_of
 
 
 class Open(msgspec.Struct):
-    """A request that has been let in. `request_id` is what its client calls it, or its own id."""
+    """One part of a request that has been let in. `request_id` is what the client calls the whole, or the whole's own id."""
 
     order: Order
     reply: Reply
@@ -27,7 +30,7 @@ class Open(msgspec.Struct):
 
 
 class Account:
-    """One gateway's books of its requests."""
+    """One gateway's books: what is counted of each HTTP request, and a record of each of its parts."""
 
     def __init__(self, bus: Bus, settings: Telemetry, process: str) -> None:
         self.spans = spans_of(settings, process, "gateway")
@@ -35,28 +38,31 @@ class Account:
         self._process = process
         self._open: dict[str, Open] = {}
 
-    def begin(self, order: Order, reply: Reply, request_id: str, now_s: float) -> None:
-        """It has been let in. From now on its stored message has the trace context of our span."""
-        span = self.spans.begin(order.trace, now_s - reply.at.asked_s)
+    def begin(self, order: Order, parts: Sequence[Reply], request_id: str, now_s: float) -> None:
+        """It has been let in. Its stored messages get the trace context of our span, which tells of the first part."""
+        span = self.spans.begin(order.trace, now_s - parts[0].at.asked_s)
         order.trace = span.context
         if span.trace_id:
             structlog.contextvars.bind_contextvars(trace_id=span.trace_id)  # of this request's task
-        self._open[order.id] = Open(order, reply, request_id, span)
+        self._open[parts[0].request] = Open(order, parts[0], request_id, span)
+        for part in parts[1:]:
+            self._open[part.request] = Open(order, part, request_id, Passed(order.trace))
         metrics.IN_FLIGHT.inc()
 
-    def ended(self, order: Order, now_s: float) -> None:
-        """It is over: its client has all that it will get."""
-        opened = self._open.pop(order.id)
-        reply = opened.reply
+    def ended(self, order: Order, reply: AnyReply, now_s: float) -> None:
+        """It is over: its client has all that it will get. The parts end as the whole does."""
+        parts = [self._open.pop(part.id) for part in order.parts]
         metrics.IN_FLIGHT.dec()
         end = reply.end if reply.delivered else None
         word = outcome(end)
-        _count(word, order.klass, now_s - reply.at.asked_s, reply.at)
+        _count(word, order.klass, now_s - parts[0].reply.at.asked_s, [part.reply.at for part in parts])
         if isinstance(end, ErrorBody):
             count_refusal(end.code)
         if isinstance(end, Done):
-            _count_tokens(end)
-        self.recorder.ended(self._record(opened, word, now_s), opened.span, stages.AT_GATEWAY, loud=True)
+            for done in reply.dones:
+                _count_tokens(done)
+        for part in parts:
+            self.recorder.ended(self._record(part, word, now_s), part.span, stages.AT_GATEWAY, loud=True)
 
     def refused(self, error: ReplyError | None, headers: Headers, took_s: float) -> None:
         """It was not let in: for `error`, or because its client left before it was read."""
@@ -66,7 +72,7 @@ class Account:
 
     def _working(self, name: str) -> list[Record]:
         now_s, opened = outside.monotonic_s(), self._open.values()
-        return [self._record(one, "", now_s) for one in opened if is_called(name, one.order.id, one.request_id)]
+        return [self._record(one, "", now_s) for one in opened if is_called(name, one.reply.request, one.request_id)]
 
     def _record(self, opened: Open, word: str, now_s: float) -> Record:
         order, reply = opened.order, opened.reply
@@ -77,12 +83,12 @@ class Account:
         return Record(
             process=self._process,
             role="gateway",
-            request=order.id,
+            request=reply.request,
             outcome=word,
             began_unix_s=outside.unix_s() - took_s,
             took_s=took_s,
             stages=times,
-            request_id="" if opened.request_id == order.id else opened.request_id,
+            request_id="" if opened.request_id == reply.request else opened.request_id,
             trace_id=opened.span.trace_id,
             creator=creator_as(self.recorder.settings.creators, order.creator),
             facts=_facts(order, reply, end),
@@ -116,13 +122,14 @@ def _class_of(headers: Headers) -> str:
         return "interactive"
 
 
-def _count(word: str, klass: str, took_s: float, at: stages.AtGateway | None = None) -> None:
+def _count(word: str, klass: str, took_s: float, parts: Sequence[stages.AtGateway] = ()) -> None:
     metrics.REQUESTS.labels(outcome=word, klass=klass).inc()
     metrics.E2E_SECONDS.labels(outcome=word, klass=klass).observe(took_s)
-    if at is not None and at.first_s is not None:
-        metrics.TTFT_SECONDS.labels(outcome=word, klass=klass).observe(at.first_s - at.asked_s)
-    if at is not None and at.attempts:
-        metrics.ATTEMPTS.labels(attempts=str(at.attempts) if at.attempts <= metrics.ATTEMPTS_TOLD else "more").inc()
+    first = min((at.first_s - at.asked_s for at in parts if at.first_s is not None), default=None)
+    if first is not None:
+        metrics.TTFT_SECONDS.labels(outcome=word, klass=klass).observe(first)
+    for attempts in (at.attempts for at in parts if at.attempts):
+        metrics.ATTEMPTS.labels(attempts=str(attempts) if attempts <= metrics.ATTEMPTS_TOLD else "more").inc()
 
 
 def _count_tokens(end: Done) -> None:

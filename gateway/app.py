@@ -1,13 +1,14 @@
 """The gateway as a whole: the only place that wires its parts together.
 
-HTTP ── Chat ──► Bus.store ──► requests.in.<class>.<creator>.<creator>
-          ▲
-Replies ──┘ ◄── <inbox>.r frames, <inbox>.c claims        Lookout ◄── presence.>
+HTTP ── Endpoint ──► Bus.store ──► requests.in.<class>.<affinity>.<creator>
+           ▲
+Replies ───┘ ◄── <inbox>.r frames, <inbox>.c claims        Lookout ◄── presence.>
 """
 
 import asyncio
 import contextlib
 import errno
+import functools
 import math
 import signal
 import socket
@@ -26,7 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
 from gateway.account import Account
-from gateway.chat import Chat
+from gateway.chat import Endpoint
 from gateway.door import KEEP_ALIVE_S, Door
 from gateway.errors import http_error, unforeseen
 from gateway.fleet import Lookout
@@ -47,6 +48,8 @@ from pipeline.errors import CapacityError, OperatorError
 from pipeline.limits import ACCUSER_PERIOD_S, PRESENCE_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.admission import Admission
+from pipeline.protocol.chat import Chat
+from pipeline.protocol.completions import CompletionRequest
 from pipeline.protocol.keys import Keyring
 from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
@@ -112,7 +115,8 @@ class Gateway:
         self.warm = Warm(bus, self.presences, outside.monotonic_s)
         self.routing = Routing(bus, self.presences, self.warm, process, config.requests.shards, outside.monotonic_s)
         self.account = Account(bus, config.telemetry, process)
-        self.chat = Chat(
+        endpoint = functools.partial(
+            Endpoint,
             bus=bus,
             account=self.account,
             replies=self.replies,
@@ -124,6 +128,7 @@ class Gateway:
             body_bytes_max=config.gateway.body_bytes_max,
             body_timeout_s=config.gateway.body_timeout_s,
         )
+        self.chats, self.completions = endpoint(Chat), endpoint(CompletionRequest)
         guard = Guard(self.guests, config.gateway.open_pages)
         self.personas = Personas(bus, guard)
         self.ops = Ops(
@@ -137,8 +142,9 @@ class Gateway:
 
     def routes(self) -> list[BaseRoute]:
         """All that it answers."""
-        chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
-        return [chat, *self.personas.routes(), *self.ops.routes()]
+        chats = Route("/v1/chat/completions", self.chats, methods=["POST"])
+        completions = Route("/v1/completions", self.completions, methods=["POST"])
+        return [chats, completions, *self.personas.routes(), *self.ops.routes()]
 
     def presence(self) -> Presence:
         """What it says of itself. Its id is the second token of its reply subjects, so that workers can tell when it is gone."""

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: read, check, admit, publish, and relay the reply.
+"""`POST /v1/chat/completions` and `/v1/completions`: read, check, admit, publish, and relay the reply.
 
 Plain ASGI, because this is the hot path: one write carries all text that is ready, and nothing is allocated for a token but
 its chunk. The response begins with the first text or with an error, so an error that comes first has its own status. A client
@@ -7,6 +7,8 @@ ASGI version below 2.4.
 """
 
 import asyncio
+import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Final
@@ -16,7 +18,7 @@ import msgspec
 import structlog
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway import errors, intake, openai, sse
+from gateway import completions, errors, intake, openai, sse
 from gateway.account import Account
 from gateway.detailed import DetailedChunks
 from gateway.fleet import Lookout
@@ -24,13 +26,17 @@ from gateway.intake import Order, Terms
 from gateway.keys import Guests
 from gateway.replies import Replies, Reply
 from gateway.routing import Routing
+from gateway.together import AnyReply, Together
 from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.errors import CapacityError, ErrorBody, ReplyError, ServiceError, TooSlow
 from pipeline.protocol import subjects
 from pipeline.protocol.admission import Admission
+from pipeline.protocol.chat import Chat
+from pipeline.protocol.completions import Request
 from pipeline.protocol.keys import Key
 from pipeline.protocol.messages import Done
+from pipeline.protocol.reply import Piece
 from pipeline.protocol.shares import Place
 from pipeline.telemetry import logs
 
@@ -53,11 +59,12 @@ class ClientLeft(Exception):
     """The client closed the connection before its request was read."""
 
 
-class Chat:
-    """The endpoint, as an ASGI application."""
+class Endpoint:
+    """One of the two, by the `kind` of its requests, as an ASGI application."""
 
     def __init__(
         self,
+        kind: type[Request],
         *,
         bus: Bus,
         replies: Replies,
@@ -70,6 +77,7 @@ class Chat:
         body_bytes_max: int,
         body_timeout_s: float,
     ) -> None:
+        self._kind = kind
         self._bus = bus
         self._routing = routing
         self._replies = replies
@@ -91,29 +99,31 @@ class Chat:
         structlog.contextvars.bind_contextvars(request_id=request_id)
         out = Outgoing(send, request_id)
         try:
-            order, place = await self._accept(request, headers, receive)
+            order, places = await self._accept(request, headers, receive)
         except ReplyError as error:
             self._account.refused(error, headers, self._clock() - asked_s)
             await out.fail(error.body())
         except ClientLeft:
             self._account.refused(None, headers, self._clock() - asked_s)
         else:
-            await self._serve(order, place, asked_s, receive, out)
+            await self._serve(order, places, asked_s, receive, out)
 
-    async def _accept(self, request: str, headers: intake.Headers, receive: Receive) -> tuple[Order, Place]:
-        """Read and check a request, and take a place for it. What can be refused by its head is, before its body is read."""
+    async def _accept(self, request: str, headers: intake.Headers, receive: Receive) -> tuple[Order, list[Place]]:
+        """Read and check a request, and take a place for each part. What its head refuses is not read."""
         intake.check_encoding(headers)
         key = self._guests.who(headers)
         self._admission.look_in(self._clock())
-        place = self._guests.place(key)
+        places = [self._guests.place(key)]
         try:
-            body = await self._read(headers, receive, place)
-            order = intake.take(request, headers, body, self._terms, key or intake.OPEN)
-            self._enter(order, key or intake.OPEN, place)
+            body = await self._read(headers, receive, places[0])
+            order = intake.take(request, headers, body, self._terms, key or intake.OPEN, self._kind)
+            places.extend(self._guests.place(key) for _ in order.parts[1:])
+            self._enter(order, key or intake.OPEN, places)
         except BaseException:
-            place.leave(self._clock())
+            for place in places:
+                place.leave(self._clock())
             raise
-        return order, place
+        return order, places
 
     async def _read(self, headers: intake.Headers, receive: Receive, place: Place) -> bytes:
         """The body, whose bytes are counted as they come."""
@@ -125,44 +135,59 @@ class Chat:
         except TimeoutError:
             raise TooSlow(f"The body has not come within {self._body_timeout_s:g} s.") from None
 
-    def _enter(self, order: Order, key: Key, place: Place) -> None:
+    def _enter(self, order: Order, key: Key, places: list[Place]) -> None:
         """Let a request in that is well-formed, or raise why not."""
         fleet = self._lookout.fleet()
         order.model = fleet.choose(order.model)
         if order.model:
             key.check_model(order.model)
         now_s = self._clock()
-        place.enter(order.creator, now_s, referred=order.referred)
+        for place in places:
+            place.enter(order.creator, now_s, referred=order.referred)
         self._admission.enter(
-            fleet.prefill, fleet.decode, now_s, saturated=fleet.slots_free == 0, timeout_s=order.timeout_s
+            fleet.prefill,
+            fleet.decode,
+            now_s,
+            saturated=fleet.slots_free == 0,
+            timeout_s=order.timeout_s,
+            requests=len(order.parts),
         )
 
-    async def _serve(self, order: Order, place: Place, asked_s: float, receive: Receive, out: "Outgoing") -> None:
-        """From admission to the end: whatever happens, the reply is closed and the place is free again."""
-        reply = self._replies.open(order.id, asked_s, order.timeout_s)
-        reply.detailed, reply.klass = not order.detail.plain, order.klass
-        reply.on_begun = lambda: place.begun(self._clock())
-        self._account.begin(order, reply, out.request_id, self._clock())
+    async def _serve(
+        self, order: Order, places: list[Place], asked_s: float, receive: Receive, out: "Outgoing"
+    ) -> None:
+        """From admission to the end: whatever happens, the reply is closed and the places are free again."""
+        wake = asyncio.Event()
+        parts = [self._replies.open(part.id, asked_s, order.timeout_s, wake) for part in order.parts]
+        for part, place in zip(parts, places, strict=True):
+            part.detailed, part.klass = not order.detail.plain, order.klass
+            part.on_begun = functools.partial(self._begun, place)
+        reply = parts[0] if len(parts) == 1 else Together(parts, order.detail.choices, wake)
+        self._account.begin(order, parts, out.request_id, self._clock())
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(_watch(receive, reply))
-                await self._relay(order, reply, out)
+                await self._relay(order, parts, reply, out)
                 watch.cancel()
         finally:
-            self._replies.close(reply)
-            usage = reply.end.usage if isinstance(reply.end, Done) else None
-            tokens = usage.prompt_tokens if usage else None
-            place.leave(self._clock(), drained=reply.published, prompt_tokens=tokens)
-            self._admission.leave(self._clock(), drained=reply.published, served=usage is not None)
-            self._account.ended(order, self._clock())
+            # The first place holds the body, and with it the prompts of all.
+            tokens = [sum(done.usage.prompt_tokens for done in reply.dones) if reply.dones else None]
+            for part, place, told in itertools.zip_longest(parts, places, tokens):
+                self._replies.close(part)
+                place.leave(self._clock(), drained=part.published, prompt_tokens=told)
+                self._admission.leave(self._clock(), drained=part.published, served=isinstance(part.end, Done))
+            self._account.ended(order, reply, self._clock())
 
-    async def _relay(self, order: Order, reply: Reply, out: "Outgoing") -> None:
+    def _begun(self, place: Place) -> None:
+        place.begun(self._clock())
+
+    async def _relay(self, order: Order, parts: list[Reply], reply: AnyReply, out: "Outgoing") -> None:
         """Publish, then pass the reply on. Raises nothing, so that the watch beside it is never broken off."""
         write = stream if order.stream else whole
         try:
             async with asyncio.timeout(order.timeout_s + STALLED_MAX_S):
-                await self._publish(order, reply)
-                await write(order, reply, out)
+                await self._publish(order, parts, reply)
+                await write(self._kind, order, reply, out)
                 reply.delivered = not reply.left
         except TimeoutError:
             log.warning("client_stalled", request=order.id)
@@ -172,17 +197,21 @@ class Chat:
             await out.fail(error)
             reply.delivered = True
 
-    async def _publish(self, order: Order, reply: Reply) -> None:
-        # 2,048 bodies of 900 kB must not be kept until their replies have ended.
-        payload, order.payload = order.payload, b""
+    async def _publish(self, order: Order, parts: list[Reply], reply: AnyReply) -> None:
+        """Store its requests. One that cannot be is an end of the whole reply."""
         timeout_s = min(PUBLISH_TIMEOUT_S, order.timeout_s / 2)
         try:
             affinity = self._routing.affinity(order.creator, order.conversation)
             subject = subjects.request_in(order.klass, affinity, order.creator)
-            reply.at.sent_s = self._clock()
-            await self._bus.store(subject, payload, msg_id=order.id, timeout_s=timeout_s, headers=order.trace)
-            reply.at.stored_s = self._clock()
-            self._replies.confirm(reply)
+            sent_s = self._clock()
+            for one in parts:  # later ones wait for those before: that is no time of their acceptance
+                one.at.sent_s = sent_s
+            for part, one in zip(order.parts, parts, strict=True):
+                # 2,048 bodies of 900 kB must not be kept until their replies have ended.
+                payload, part.payload = part.payload, b""
+                await self._bus.store(subject, payload, msg_id=part.id, timeout_s=timeout_s, headers=order.trace)
+                one.at.stored_s = self._clock()
+                self._replies.confirm(one)
         except CapacityError as error:
             wait_s = error.retry_after_s or self._admission.wait_s(self._clock())
             reply.finish(msgspec.structs.replace(error.body(), retry_after_s=wait_s))
@@ -223,33 +252,49 @@ class Outgoing:
         await self._send(start)
 
 
-async def stream(order: Order, reply: Reply, out: Outgoing) -> None:
+async def stream(kind: type[Request], order: Order, reply: AnyReply, out: Outgoing) -> None:
     """The reply as server-sent events."""
-    of: type[sse.Chunks | DetailedChunks] = sse.Chunks if order.detail.plain else DetailedChunks
-    chunks = of(order, int(time.time()), reply.receiver)
     await reply.something()
+    pieces = reply.take()
+    chunks = _chunks(kind, order, reply, pieces)
     while reply.end is None and not reply.left:
-        await out.write(chunks.pieces(reply.take()), more=True)
+        await out.write(chunks.pieces(pieces), more=True)
         await reply.something()
-    end, pieces = reply.end, reply.take()
+        pieces = reply.take()
     if reply.left:
         return
-    if isinstance(end, Done):
-        await out.write(chunks.last(pieces, end), more=False)
-    elif end is not None:
-        await out.fail(end, chunks.pieces(pieces) if pieces else b"")
+    if isinstance(reply.end, ErrorBody):
+        await out.fail(reply.end, chunks.pieces(pieces) if pieces else b"")
+    else:
+        await out.write(chunks.last(pieces, reply.dones), more=False)
 
 
-async def whole(order: Order, reply: Reply, out: Outgoing) -> None:
+def _chunks(
+    kind: type[Request], order: Order, reply: AnyReply, first: list[Piece]
+) -> sse.Chunks | DetailedChunks | completions.CompletionChunks:
+    """Who writes the events. That a worker's parser makes messages of the text, its first words tell."""
+    created = int(time.time())
+    if kind is not Chat:
+        return completions.CompletionChunks(order, created, reply.receivers)
+    plain = order.detail.plain and not any(piece.message for piece in first)
+    of: type[sse.Chunks | DetailedChunks] = sse.Chunks if plain else DetailedChunks
+    return of(order, created, reply.receivers[0])
+
+
+async def whole(kind: type[Request], order: Order, reply: AnyReply, out: Outgoing) -> None:
     """The reply in one piece."""
     await reply.everything()
     if reply.left:
         return
     if isinstance(reply.end, ErrorBody):
         await out.fail(reply.end)
-    elif reply.end is not None:
-        body = openai.completion(order, int(time.time()), reply.end)
-        await out.whole(200, [(b"content-type", b"application/json")], body)
+        return
+    created = int(time.time())
+    if kind is Chat:
+        body = openai.completion(order, created, *reply.dones)
+    else:
+        body = completions.completion(order, created, reply.dones)
+    await out.whole(200, [(b"content-type", b"application/json")], body)
 
 
 async def read_body(headers: intake.Headers, receive: Receive, bytes_max: int, count: Callable[[int], None]) -> bytes:
@@ -271,7 +316,7 @@ async def read_body(headers: intake.Headers, receive: Receive, bytes_max: int, c
     return b"".join(parts)
 
 
-async def _watch(receive: Receive, reply: Reply) -> None:
+async def _watch(receive: Receive, reply: AnyReply) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     reply.leave()

@@ -1,9 +1,10 @@
-"""Streamed replies that say more than one text: several choices, logprobs, token ids, usage in every chunk.
+"""Streamed replies that say more than one text: several choices, logprobs, token ids, usage in every chunk, calls, reasoning.
 
 Their chunks are `sse.Chunks`' in all else. They cost more, and few ask for them.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,6 +14,8 @@ from gateway.intake import Order
 from pipeline.protocol.messages import Done, unpack_ids
 from pipeline.protocol.openai import Chunk, ChunkChoice, Delta, LogprobsBody, UsageBody
 from pipeline.protocol.reply import Piece, Receiver
+
+_NOTHING_YET: Final = b"{}"
 
 _json = msgspec.json.Encoder().encode
 
@@ -25,13 +28,15 @@ class DetailedChunks:
         self._created = created
         self._receiver = receiver
         self._counts: dict[int, int] = {}
+        self._parsed = False
 
     def pieces(self, pieces: Sequence[Piece]) -> bytes:
         """A chunk for each choice that goes on."""
         return b"".join(self._piece(piece) for piece in pieces)
 
-    def last(self, pieces: Sequence[Piece], done: Done) -> bytes:
+    def last(self, pieces: Sequence[Piece], dones: Sequence[Done]) -> bytes:
         """All that remains: the last news and the reasons of all choices, usage where it is wanted, and `[DONE]`."""
+        (done,) = dones
         return b"".join(self._ends(pieces, done)) + sse.DONE
 
     def _ends(self, pieces: Sequence[Piece], done: Done) -> Iterator[bytes]:
@@ -47,16 +52,18 @@ class DetailedChunks:
     ) -> bytes:
         first = piece.choice not in self._counts
         self._counts.setdefault(piece.choice, 0)
+        self._parsed = self._parsed or bool(piece.message)
         *deltas, last = self._deltas(piece, first=first)
         before = b"".join(self._chunk(Piece(piece.choice, "", ()), delta) for delta in deltas)
         return before + self._chunk(piece, last, finish_reason, stop_reason)
 
     def _deltas(self, piece: Piece, *, first: bool) -> list[Delta | msgspec.Raw]:
-        """Text and who speaks; or where tools may be called, what the worker has made of the text."""
-        if not self._order.detail.tools:
+        """Text and who speaks; or where a parser makes a message of the text, what the worker has written of it."""
+        if not self._parsed:
             return [Delta(role=self._order.detail.role if first else None, content=piece.text)]
         head: list[Delta | msgspec.Raw] = [Delta(role=self._order.detail.role, content="")] if first else []
-        return [*head, *msgspec.json.decode(f"[{piece.message}]", type=list[msgspec.Raw])] or [Delta()]
+        said = msgspec.json.decode(f"[{piece.message}]", type=list[msgspec.Raw])
+        return [*head, *(delta for delta in said if bytes(delta) != _NOTHING_YET)] or [Delta()]
 
     def _chunk(
         self,
@@ -74,13 +81,19 @@ class DetailedChunks:
             logprobs=self._logprobs(piece),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            token_ids=list(piece.ids) if detail.ids else UNSET,
+            token_ids=list(piece.ids) if detail.ids and self._shows else UNSET,
         )
         prompt = unpack_ids(self._receiver.prompt) if detail.ids and first and piece.ids else UNSET
         return self._event([choice], self._usage(self._counts[piece.choice]), prompt)
 
     def _logprobs(self, piece: Piece) -> LogprobsBody | None:
-        return openai.logprobs_of(piece.logprobs) if self._order.detail.logprobs and piece.logprobs else None
+        wanted = self._order.detail.logprobs and self._shows
+        return openai.logprobs_of(piece.logprobs) if wanted and piece.logprobs else None
+
+    @property
+    def _shows(self) -> bool:
+        """Whether tokens may be seen: not where they would tell the reasoning that is to be hidden."""
+        return not (self._parsed and self._order.detail.hides_reasoning)
 
     def _usage(self, count: int) -> UsageBody | UnsetType | None:
         if not self._order.detail.continuous_usage:

@@ -12,7 +12,8 @@ from pipeline.errors import BodyEncoded, BodyTooLarge, InvalidField
 from pipeline.limits import REQUEST_ID_BYTES_MAX
 from pipeline.protocol import by_reference, subjects, tracing
 from pipeline.protocol.by_reference import Reference
-from pipeline.protocol.chat import RESERVED, Chat, to_chat, to_map
+from pipeline.protocol.chat import RESERVED, Chat, to_map, to_part
+from pipeline.protocol.completions import MAX_TOKENS, CompletionRequest, Request, check_no_reference
 from pipeline.protocol.keys import Key
 from pipeline.protocol.messages import encode, encoding_of
 
@@ -29,8 +30,8 @@ OPEN: Final = Key(name="-", sha256="0" * 64, tenant="*")
 
 
 class Detail(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reply must say beside one text: several `choices`, `logprobs`, the `ids` of its tokens, usage in every chunk, calls
-    of `tools`.
+    """What a reply must say beside one text: several `choices` to each prompt, `logprobs`, the `ids` of its tokens, usage in each
+    chunk. What it must not say, where it has some: the reasoning.
 
     `role` is who speaks: where no new turn was to begin, who spoke last.
     """
@@ -39,7 +40,7 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     ids: bool = False
     continuous_usage: bool = False
-    tools: bool = False
+    hides_reasoning: bool = False
     role: str = "assistant"
 
     @property
@@ -48,21 +49,33 @@ class Detail(msgspec.Struct, frozen=True, kw_only=True):
         return self == Detail()
 
 
-def detail_of(chat: Chat) -> Detail:
+def detail_of(asked: Request) -> Detail:
     """What of it a client asks for."""
-    options = chat.stream_options
-    return Detail(
-        choices=chat.n or 1,
-        logprobs=bool(chat.logprobs),
-        ids=bool(chat.return_token_ids),
-        tools=bool(chat.tools) and chat.tool_choice != "none",
+    options = asked.stream_options
+    detail = Detail(
+        choices=asked.n or 1,
+        logprobs=asked.logprobs is not None and asked.logprobs is not False,
+        ids=bool(asked.return_token_ids),
         continuous_usage=options is not None and options.include_usage and options.continuous_usage_stats,
-        role=chat.messages[-1].role if chat.add_generation_prompt is False else "assistant",
+    )
+    if isinstance(asked, CompletionRequest):
+        return detail
+    return msgspec.structs.replace(
+        detail,
+        hides_reasoning=asked.include_reasoning is False,
+        role=asked.messages[-1].role if asked.add_generation_prompt is False else "assistant",
     )
 
 
+class Part(msgspec.Struct):
+    """One request of the pipeline. `payload` is the envelope as it will lie in REQUESTS."""
+
+    id: str
+    payload: bytes
+
+
 class Order(msgspec.Struct, kw_only=True):
-    """One request, checked. `payload` is the envelope as it will lie in REQUESTS. `creator` is its subject token.
+    """One HTTP request, checked. `creator` is its subject token. `parts`: one for each prompt, mostly one.
 
     `conversation` keeps its turns together where a creator's are spread. `model` is what the client asked for, then what it gets.
     `referred`: it names its persona and history instead of carrying them. `trace` are headers for the stored message.
@@ -72,7 +85,7 @@ class Order(msgspec.Struct, kw_only=True):
     klass: str
     creator: str
     conversation: str
-    payload: bytes
+    parts: list[Part]
     model: str
     stream: bool
     include_usage: bool
@@ -173,8 +186,10 @@ def referred_creator(headers: Headers, reference: Reference, default: str) -> st
     return named
 
 
-def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = OPEN) -> Order:
-    """Check everything that can be checked without a tokeniser and the fleet, and write the envelope."""
+def take(
+    request: str, headers: Headers, body: bytes, terms: Terms, key: Key = OPEN, kind: type[Request] = Chat
+) -> Order:
+    """Check everything that can be checked without a tokeniser and the fleet, and write the envelopes."""
     klass = class_of(headers)
     key.check_class(klass)
     timeout_s = timeout_of(headers, klass, terms)
@@ -182,21 +197,21 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = O
         raise InvalidField("The body must be JSON, in UTF-8.")
     try:
         tree = to_map(body)
-        chat = to_chat(tree, Chat)
-        if chat.stream_options is not None and not chat.stream:
+        asked: Request = to_part(tree, kind)
+        if asked.stream_options is not None and not asked.stream:
             raise InvalidField("stream_options can only be set where stream is true.", param="stream_options")
         theirs = {name: value for name, value in tree.items() if name not in RESERVED}
-        creator = creator_of(headers, chat.user, terms.default_creator)
-        reference = by_reference.read(theirs)
+        creator = creator_of(headers, asked.user, terms.default_creator)
+        reference = _reference(theirs, asked)
         if reference is not None:
             creator = referred_creator(headers, reference, creator)
         key.check_creator(creator)
-        _bound_reply(theirs, chat, key, terms.default_max_tokens)
+        _bound_reply(theirs, asked, key, terms.default_max_tokens)
         if tenant := key.tenant_for(text_of(headers.get(b"x-tenant-id", b""))):
             theirs["tenant"] = tenant
         if request_id := request_id_of(headers):
             theirs["request_id"] = request_id
-        payload = _envelope(request, timeout_s, terms, theirs)
+        parts = _parts(request, timeout_s, terms, theirs, asked)
     except RecursionError:
         raise InvalidField("The body is nested too deeply.") from None
     except OverflowError:
@@ -206,31 +221,53 @@ def take(request: str, headers: Headers, body: bytes, terms: Terms, key: Key = O
         klass=klass,
         creator=subjects.token(creator),
         conversation=(reference.conversation if reference is not None else None)
-        or conversation_of(headers, chat.prompt_cache_key, request),
-        payload=payload,
-        model=chat.model or "",
-        stream=bool(chat.stream),
-        include_usage=_wants_usage(chat),
-        detail=detail_of(chat),
+        or conversation_of(headers, asked.prompt_cache_key, request),
+        parts=parts,
+        model=asked.model or "",
+        stream=bool(asked.stream),
+        include_usage=asked.stream_options is not None and asked.stream_options.include_usage,
+        detail=detail_of(asked),
         timeout_s=timeout_s,
         trace=trace_of(headers),
         referred=reference is not None,
     )
 
 
-def _bound_reply(fields: dict[str, object], chat: Chat, key: Key, default: int | None) -> None:
+def _reference(fields: Mapping[str, object], asked: Request) -> Reference | None:
+    """What a chat refers to; a completion brings all of its prompt."""
+    if isinstance(asked, CompletionRequest):
+        check_no_reference(fields)
+        return None
+    return by_reference.read(fields)
+
+
+def _bound_reply(fields: dict[str, object], asked: Request, key: Key, default: int | None) -> None:
     """Write down the reply's length where the client sets none and its key bounds it."""
-    key.check_tokens(chat.reply_tokens_max)
-    if key.reply_tokens_max is not None and chat.reply_tokens_max is None:
-        fields["max_tokens"] = min(default or key.reply_tokens_max, key.reply_tokens_max)
+    is_completion = isinstance(asked, CompletionRequest)
+    said = asked.max_tokens if is_completion else asked.reply_tokens_max
+    key.check_tokens(said)
+    if key.reply_tokens_max is not None and said is None:
+        unsaid = MAX_TOKENS if is_completion else default
+        fields["max_tokens"] = min(unsaid or key.reply_tokens_max, key.reply_tokens_max)
 
 
-def _wants_usage(chat: Chat) -> bool:
-    return chat.stream_options is not None and chat.stream_options.include_usage
+def _parts(request: str, timeout_s: float, terms: Terms, fields: dict[str, object], asked: Request) -> list[Part]:
+    """The first has the request's own id."""
+    fields["type"] = "chat"
+    if not isinstance(asked, CompletionRequest):
+        return [Part(request, _envelope(request, timeout_s, terms, fields))]
+    fields["type"] = "completion"
+    prompts = asked.prompts
+    if len(prompts) > 1:
+        fields.setdefault("request_id", request)  # by which all are found
+    parts = []
+    for number, prompt in enumerate(prompts):
+        name = f"{request}-{number}" if number else request
+        parts.append(Part(name, _envelope(name, timeout_s, terms, fields | {"prompt": prompt})))
+    return parts
 
 
 def _envelope(request: str, timeout_s: float, terms: Terms, fields: dict[str, object]) -> bytes:
-    fields["type"] = "chat"
     fields["v"] = 1
     fields["id"] = request
     fields["reply_to"] = terms.reply_to

@@ -80,7 +80,8 @@ class Reply:
         "timer",
     )
 
-    def __init__(self, request: str, asked_s: float) -> None:
+    def __init__(self, request: str, asked_s: float, wake: asyncio.Event | None = None) -> None:
+        """`wake`: shared with the replies that go the same way."""
         self.request = request
         self.at = AtGateway(asked_s)
         self.klass = CLASSES[0]
@@ -99,7 +100,22 @@ class Reply:
         self.on_begun: Callable[[], None] | None = None
         """Called at the first token."""
         self._parts: list[Piece] = []
-        self._wake = asyncio.Event()
+        self._wake = wake or asyncio.Event()
+
+    @property
+    def receivers(self) -> list[Receiver]:
+        """Who puts it together: one for each prompt."""
+        return [self.receiver]
+
+    @property
+    def dones(self) -> list[Done]:
+        """The whole reply, once it is: one for each prompt."""
+        return [self.end] if isinstance(self.end, Done) else []
+
+    @property
+    def news(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._parts)
 
     def add(self, piece: Piece) -> None:
         """News for the client."""
@@ -150,9 +166,9 @@ class Replies:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, request: str, asked_s: float, timeout_s: float) -> Reply:
+    def open(self, request: str, asked_s: float, timeout_s: float, wake: asyncio.Event | None = None) -> Reply:
         """Expect a reply. Comes before the request is published, or its first claim would be answered `gone`."""
-        reply = self._open[request] = Reply(request, asked_s)
+        reply = self._open[request] = Reply(request, asked_s, wake)
         reply.timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, reply, timeout_s)
         return reply
 
@@ -246,7 +262,7 @@ class Replies:
         if not isinstance(heard.answer, Fenced):
             reply.answer_by_s = None
         for piece in heard.pieces:
-            if piece.text or reply.detailed:
+            if piece.text or piece.message or reply.detailed:
                 reply.add(piece)
                 _measure(reply, now_s)
                 if reply.on_begun is not None:

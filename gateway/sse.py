@@ -46,8 +46,9 @@ class Chunks:
         role, self._role = self._role, b""
         return b"".join((self._delta, role, b'"content":', _json(text), self._open_end))
 
-    def last(self, pieces: Sequence[Piece], done: Done) -> bytes:
+    def last(self, pieces: Sequence[Piece], dones: Sequence[Done]) -> bytes:
         """All that remains of a whole reply: the last text, the finish reason, usage where it is wanted, and `[DONE]`."""
+        (done,) = dones
         text = "".join(piece.text for piece in pieces)
         content = b'"content":' + _json(text) if text or self._role else b""
         finish = b'},"logprobs":null,"finish_reason":' + _json(done.finish_reason) + self._stop(done) + b"}"

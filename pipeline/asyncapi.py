@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeline.protocol.chat import ChatRequest
+from pipeline.protocol.chat import Chat, Envelope
+from pipeline.protocol.completions import CompletionRequest
 from pipeline.protocol.intake import CLAIM_AT_HEADER, REPLY_TO_HEADER
 from pipeline.protocol.messages import (
     Cancel,
@@ -56,7 +57,8 @@ _REQUEST_HEADERS: Final[Node] = {
 def document() -> bytes:
     """The document, as JSON."""
     messages = _messages()
-    _, schemas = msgspec.json.schema_components([struct for struct, _ in messages.values()], ref_template=REF)
+    structs = [Envelope, *(struct for struct, _ in messages.values())]
+    _, schemas = msgspec.json.schema_components(structs, ref_template=REF)
     return msgspec.json.encode(
         {
             "asyncapi": "3.0.0",
@@ -82,6 +84,7 @@ _IN_JSON: Final[dict[str, Any]] = {
     "prompt": list[int],
     "extra": ExtraInJson | None,
     "choices": list[ChoiceInJson],
+    "prompt_logprobs": list[Any] | None,
     "stages": dict[str, float] | None,
 }
 """Fields that are packed in msgpack."""
@@ -106,13 +109,20 @@ def _messages() -> dict[str, tuple[Named, Node]]:
     answers: dict[str, tuple[Named, Node]] = {"go": (in_json(Go), {})}
     answers |= {one.__name__.lower(): (one, {}) for one in (Whole, Gone, Fenced, From)}
     return {
-        "request": (ChatRequest, {"headers": _REQUEST_HEADERS}),
+        "chat": (Chat, _requests(Chat)),
+        "completion": (CompletionRequest, _requests(CompletionRequest)),
         **frames,
         "claim": (Claim, {}),
         **answers,
         "cancel": (Cancel, {"contentType": _MSGPACK}),
         "presence": (Presence, {"contentType": _MSGPACK}),
     }
+
+
+def _requests(asked: Named) -> Node:
+    """What is asked for, and in the same object the envelope."""
+    both = [{"$ref": REF.format(name=struct.__name__)} for struct in (asked, Envelope)]
+    return {"headers": _REQUEST_HEADERS, "payload": {"allOf": both}}
 
 
 def _message(name: str, struct: Named, **more: Any) -> Node:
@@ -131,7 +141,7 @@ def _channels() -> Node:
         "requests": _channel(
             "requests.in.{class}.{affinity}.{creator}",
             "The work queue. One message is one request; it stays until its reply is whole.",
-            ("request",),
+            ("chat", "completion"),
             {
                 "class": {"enum": list(CLASSES), "description": "How urgent it is."},
                 "affinity": {

@@ -114,6 +114,8 @@ class Model(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     dtype: Literal["bfloat16", "float32", "float16", "auto"] = "bfloat16"
     tool_parser: str = ""
     """vLLM's parser of this model's tool calls, such as `hermes`. Without one, requests that want calls are refused."""
+    reasoning_parser: str = ""
+    """vLLM's parser of this model's reasoning, such as `qwen3`: replies then say it apart from their content."""
 
 
 class Engine(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

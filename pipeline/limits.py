@@ -183,6 +183,12 @@ TRACE_STATE_BYTES_MAX: Final = 512
 MESSAGE_BYTES_MAX: Final = 1_000_000
 """Payload and headers of one NATS message. The server's own limit is 1 MiB, and passing it closes the connection for good."""
 
+COMPLETION_PROMPTS_MAX: Final = 16
+"""Prompts of one HTTP request. Each is a request of the pipeline and in flight at once; a creator's queue takes 256."""
+
+PROMPT_ENTRIES_MAX: Final = 8192
+"""Logprobs of a prompt in one reply, at 70 bytes each: with the reply itself they must fit `MESSAGE_BYTES_MAX`."""
+
 HANDOFF_PATIENCE_S: Final = 5.0
 """A handoff is repeated every `REPEAT_PERIOD_S`, since accepting is idempotent, while its decode worker lives: it may be waiting
 for a receiver that is slow. Not for longer than a receiver is waited for, and a broker's restart."""

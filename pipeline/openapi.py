@@ -13,6 +13,7 @@ import msgspec
 
 from pipeline.limits import REQUEST_ID_BYTES_MAX
 from pipeline.protocol.chat import Chat
+from pipeline.protocol.completions import CompletionRequest
 from pipeline.protocol.openai import (
     Chunk,
     Completion,
@@ -22,6 +23,7 @@ from pipeline.protocol.openai import (
     PersonaBody,
     PersonaPublished,
     Readiness,
+    TextCompletion,
 )
 from pipeline.protocol.subjects import CLASSES
 
@@ -31,7 +33,7 @@ Node = dict[str, Any]
 
 _TEXT: Final[Node] = {"type": "string"}
 
-_CHAT_HEADERS: Final[tuple[tuple[str, str, Node], ...]] = (
+_HEADERS: Final[tuple[tuple[str, str, Node], ...]] = (
     ("x-creator-id", "Whose persona the prompt carries: its requests share a prefix cache. Without it, `user`.", _TEXT),
     ("x-conversation-id", "Which requests share a history. Without it, `prompt_cache_key`.", _TEXT),
     ("x-tenant-id", "Whom the creator belongs to; with a key, only what that key may name.", _TEXT),
@@ -46,7 +48,7 @@ _CHAT_HEADERS: Final[tuple[tuple[str, str, Node], ...]] = (
     ("tracestate", "What belongs to it.", _TEXT),
 )
 
-_CHAT_ERRORS: Final = (400, 401, 403, 404, 408, 413, 415, 429, 500, 502, 503, 504)
+_GENERATION_ERRORS: Final = (400, 401, 403, 404, 408, 413, 415, 429, 500, 502, 503, 504)
 _RETRIED: Final = (429, 503)
 
 _RETRY_HEADERS: Final[Node] = {
@@ -59,7 +61,10 @@ _RETRY_HEADERS: Final[Node] = {
 @functools.cache
 def document() -> bytes:
     """The document, as JSON."""
-    served = (Chat, Completion, Chunk, ModelList, ModelCard, PersonaBody, PersonaPublished, ErrorReply, Readiness)
+    served = (
+        *(Chat, Completion, Chunk, CompletionRequest, TextCompletion, ModelList, ModelCard),
+        *(PersonaBody, PersonaPublished, ErrorReply, Readiness),
+    )
     _, components = msgspec.json.schema_components(served, ref_template=REF)
     return msgspec.json.encode(
         {
@@ -67,8 +72,8 @@ def document() -> bytes:
             "info": {
                 "title": "Headrace",
                 "version": importlib.metadata.version("headrace"),
-                "description": "OpenAI's chat completions, served by a prefill and a decode pool. Errors have OpenAI's shape, "
-                "and say in `x-should-retry` whether a retry can help.",
+                "description": "OpenAI's chat completions and completions, served by a prefill and a decode pool. Errors have "
+                "OpenAI's shape, and say in `x-should-retry` whether a retry can help.",
                 "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
             },
             "paths": _paths(),
@@ -84,7 +89,12 @@ def document() -> bytes:
 
 def _paths() -> Node:
     return {
-        "/v1/chat/completions": {"post": _chat()},
+        "/v1/chat/completions": {"post": _generation("chat", "One reply to a chat.", Chat, Completion, Chunk)},
+        "/v1/completions": {
+            "post": _generation(
+                "complete", "What follows a prompt, or several.", CompletionRequest, TextCompletion, TextCompletion
+            )
+        },
         "/v1/models": {"get": _get("models", "What is served now.", _json(ModelList), (401,))},
         "/v1/models/{model}": {
             "parameters": [_in_path("model")],
@@ -108,20 +118,21 @@ def _paths() -> Node:
     }
 
 
-def _chat() -> Node:
-    whole = _json(Completion)
+def _generation(
+    name: str, summary: str, asked: type[msgspec.Struct], reply: type[msgspec.Struct], event: type[msgspec.Struct]
+) -> Node:
+    whole = _json(reply)
     whole["description"] = "The reply; with `stream`, as server-sent events, of which the last is `[DONE]` or an error."
-    whole["content"]["text/event-stream"] = {"schema": _ref(Chunk)}
+    whole["content"]["text/event-stream"] = {"schema": _ref(event)}
     whole["headers"] = {"x-request-id": {"description": "The client's, or ours.", "schema": _TEXT}}
     return {
-        "operationId": "chat",
-        "summary": "One reply to a chat.",
+        "operationId": name,
+        "summary": summary,
         "parameters": [
-            {"name": name, "in": "header", "description": text, "schema": schema}
-            for name, text, schema in _CHAT_HEADERS
+            {"name": header, "in": "header", "description": text, "schema": schema} for header, text, schema in _HEADERS
         ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(Chat)}}},
-        "responses": {"200": whole, **_errors(_CHAT_ERRORS)},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(asked)}}},
+        "responses": {"200": whole, **_errors(_GENERATION_ERRORS)},
     }
 
 

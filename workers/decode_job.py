@@ -12,7 +12,7 @@ from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
 from pipeline.errors import CapacityError
 from pipeline.limits import LEASE_SPARE_S
-from pipeline.protocol.chat import wants_prompt
+from pipeline.protocol.chat import wants_prompt, wants_prompt_ids
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import (
     Done,
@@ -88,6 +88,7 @@ class DecodeJob(Job):
         self._generated = False
         self._reply: str | None = None
         self._cached_tokens = 0
+        self._reasoning_tokens: int | None = None
         self._said: AtDecode | None = None
         self._frames_held = False
         self._holds_blocks = True
@@ -200,6 +201,7 @@ class DecodeJob(Job):
         handoff, began_s = self.handoff, self._clock()
         check_resumable(handoff.chat, self._delivered)
         prompt = unpack_ids(handoff.ids)
+        self.outbox.prompt_logprobs = handoff.prompt_logprobs
         steps = self.desk.engine.decode(
             self.holding.claim,
             prompt,
@@ -207,7 +209,8 @@ class DecodeJob(Job):
             handoff.chat,
             handoff.max_tokens,
             self._delivered,
-            self.span.context,
+            handoff.echo,
+            trace=self.span.context,
         )
         async with aclosing(steps):
             async for step in steps:
@@ -220,6 +223,8 @@ class DecodeJob(Job):
                     self._send(frame)
                 if step.finish_reason is not None:
                     self.outbox.end(step.choice, step.finish_reason, step.stop_reason)
+                if step.reasoning_tokens is not None:
+                    self._reasoning_tokens = (self._reasoning_tokens or 0) + step.reasoning_tokens
         self._generated = self.outbox.ended == (handoff.chat.get("n") or 1)
         self.happen(Event.GENERATED)
 
@@ -227,7 +232,7 @@ class DecodeJob(Job):
         self.outbox.before = step.before
         if wants_prompt(self.handoff.chat):
             self.outbox.prompt_tokens = prompt_tokens
-            self.outbox.prompt = self.handoff.ids if self.handoff.chat.get("return_token_ids") else b""
+            self.outbox.prompt = self.handoff.ids if wants_prompt_ids(self.handoff.chat) else b""
         self._cached_tokens = min(step.cached_tokens, prompt_tokens)
         self.times.first_s, self.times.load_s = self._clock(), step.load_s
         metrics.FIRST_STEP_SECONDS.observe(self.times.first_s - began_s)
@@ -255,10 +260,10 @@ class DecodeJob(Job):
         await self.desk.frames.flush()
         end = self._end()
         if self.handoff.talk is not None and isinstance(end, Done):
-            self._reply = end.text
+            self._reply = end.text.removeprefix(self.handoff.echo.text)
             # Should we die once it is told, the next one writes it down. What fails costs that, and not the reply.
             with contextlib.suppress(BusError):
-                await self.desk.conversations.keep(self.handoff.talk, end.text)
+                await self.desk.conversations.keep(self.handoff.talk, self._reply)
         if isinstance(end, Done):
             self._said = self.stages
             end = msgspec.structs.replace(end, stages=Stages(self.handoff.stages or AtPrefill(), self._said))
@@ -283,6 +288,7 @@ class DecodeJob(Job):
             prefill=self.handoff.prefill,
             decode=self.desk.me.id,
             hbm_tokens=self.handoff.hbm_tokens,
+            reasoning_tokens=self._reasoning_tokens,
         )
         return self.outbox.done(usage)
 

@@ -190,7 +190,7 @@ class PersonaWarmer:
     async def _warm_up(self, persona: Persona) -> WarmUp:
         """Raises `ReplyError` where the persona does not fit the model."""
         prompts = [await self._engine.render(_probe(persona, text)) for text in _PROBES]
-        shared = prefixes.shared(*(pack_ids(prompt) for prompt in prompts))
+        shared = prefixes.shared(*(pack_ids(prompt.token_ids) for prompt in prompts))
         salt = cache_salt(persona.creator, persona.tenant, self._salt_scope, self._engine.info.fingerprint)
         return WarmUp(creator=persona.creator, prefix=Prefix(salt, shared))
 

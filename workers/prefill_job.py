@@ -23,6 +23,7 @@ from pipeline.limits import (
 from pipeline.protocol import dead_letters, intake, subjects, tracing
 from pipeline.protocol.asking import Asking, Grant, Send
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
+from pipeline.protocol.completions import check_prompt_entries, prompt_logprobs
 from pipeline.protocol.conversations import wait_s
 from pipeline.protocol.intake import Intake
 from pipeline.protocol.messages import (
@@ -37,6 +38,7 @@ from pipeline.protocol.messages import (
     pack_ids,
     unpack_ids,
 )
+from pipeline.protocol.pieces import Echo
 from pipeline.protocol.presence import Receiver
 from pipeline.protocol.records import Facts, Record, creator_as
 from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefill
@@ -85,16 +87,13 @@ class PrefillJob(Job):
         self.asking: Asking | None = None
         self._verdict_came = anyio.Event()
         self._ids: list[int] = []
-        self._packed = b""
+        self._echo = ""
         self._delivered: list[int] = []
         self._max_tokens = 0
         self.prefilled: Prefilled | None = None
-        self._direct = False
         self._weight = 0
-        self._counted = False
-        self._suspect = False
-        self._unkept = False
-        self._told_error = False
+        self._counted = self._suspect = False
+        self._unkept = self._told_error = False
         self._handed: AtPrefill | None = None
         self.span = desk.spans.begin(tracing.context_of(delivery.headers))
         super().__init__(self._deadline_s(), desk.clock)
@@ -146,8 +145,8 @@ class PrefillJob(Job):
     def salt(self) -> str:
         """Whose cached prefixes this request may share."""
         scope, fingerprint = self.desk.config.requests.salt_scope, self.desk.engine.info.fingerprint
-        chat = self.intake.chat
-        return cache_salt(self.stored.creator, chat.tenant, scope, fingerprint, chat.cache_salt or "")
+        theirs = self.intake.asked.cache_salt or ""
+        return cache_salt(self.stored.creator, self.intake.envelope.tenant, scope, fingerprint, theirs)
 
     def step(self, event: Event) -> tuple[Effect, ...]:
         self.state, effects = step_prefill(self.state, event)
@@ -247,29 +246,29 @@ class PrefillJob(Job):
 
     async def _render(self) -> None:
         self.check_deadline()
-        chat, info = self.intake.chat, self.desk.engine.info
-        if chat.model not in (None, info.model):
-            raise ModelNotFound(f"The model {chat.model!r} is not served here; {info.model!r} is.", param="model")
+        asked, info = self.intake.asked, self.desk.engine.info
+        if asked.model not in (None, info.model):
+            raise ModelNotFound(f"The model {asked.model!r} is not served here; {info.model!r} is.", param="model")
         self._tree = self.intake.tree if self._referred is None else await self._referred.assembled()
         check_resumable(self._tree, self._delivered)
         try:
-            self._ids = await self.desk.engine.render(self._tree)
-            self._max_tokens = reply_tokens(
-                len(self._ids), chat.reply_tokens_max, self.desk.config.requests.default_max_tokens, info.max_model_len
-            )
+            rendered = await self.desk.engine.render(self._tree)
+            self._ids, self._echo = rendered.token_ids, rendered.echo
+            bounds = (asked.reply_tokens_max, self.desk.config.requests.default_max_tokens, info.max_model_len)
+            self._max_tokens = reply_tokens(len(self._ids), *bounds, asked.prompt_field)
+            check_prompt_entries(self._tree, len(self._ids))
         except PromptTooLong as error:
             raise error if self._referred is None else self._referred.explained(error) from None
-        self._packed = pack_ids(self._ids)
-        self.desk.rendered(self.stored.creator, self.salt, self._packed)
+        self.desk.rendered(self.stored.creator, self.salt, pack_ids(self._ids))
+        self.desk.weigh(len(self._ids))
         self._weight = len(self._ids)
-        self.desk.weigh(self._weight)
         self.happen(Event.RENDERED)
 
     async def _ask(self) -> None:
         """Ask until there is a grant, and keep asking, so that it is kept, until it has been handed off."""
         if self.asking is not None:
             return  # the first search goes on, and has seen that its grant is lost
-        sequences = self.intake.chat.n or 1
+        sequences = self.intake.asked.n or 1
         self.asking = Asking(
             self.address.request,
             self.holding.claim,
@@ -298,10 +297,13 @@ class PrefillJob(Job):
         # What has been delivered of the reply is read again as if it were prompt: decode continues after it.
         prompt = [*self._ids, *self._delivered]
         expected = self.desk.expects(self.salt, prompt)
-        if len(prompt) - expected < self.desk.config.requests.direct_tokens_max:
+        little = len(prompt) - expected < self.desk.config.requests.direct_tokens_max
+        if little and prompt_logprobs(self._tree) is None:
             self._go_direct()
             return
-        prefilled = await self.desk.engine.prefill(self.holding.claim, prompt, self.salt, self.span.context)
+        prefilled = await self.desk.engine.prefill(
+            self.holding.claim, prompt, self.salt, self._tree, trace=self.span.context
+        )
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
         count_sources(self.prefilled, len(prompt))
@@ -313,7 +315,6 @@ class PrefillJob(Job):
 
     def _go_direct(self) -> None:
         """Decode computes the little that is missing. Nothing is stored for it, and nothing generated here."""
-        self._direct = True
         self.prefilled = Prefilled(cached_tokens=0, generated_tokens=0)
         metrics.PREFILLS_SKIPPED.inc()
         self.happen(Event.STORED)
@@ -376,19 +377,21 @@ class PrefillJob(Job):
             ack=self.delivery.ack,
             reply_to=self.intake.reply_to,
             claim_at=self.address.claim_at,
-            receiver=self.intake.chat.receiver,
+            receiver=self.intake.envelope.receiver,
             encoding=self.address.encoding,
             deadline_s=self.intake.deadline_s,
-            ids=self._packed,
+            ids=pack_ids(self._ids),
             salt=self.salt,
             max_tokens=self._max_tokens,
-            chat={name: value for name, value in self._tree.items() if name != "messages"},
+            chat={name: value for name, value in self._tree.items() if name not in ("messages", "prompt")},
             cached_tokens=min(self.prefilled.cached_tokens, len(self._ids)),
             prefill_generated_tokens=self.prefilled.generated_tokens,
             prefill=self.desk.me.id,
             hbm_tokens=min(self.prefilled.hbm_tokens, len(self._ids)),
-            direct=self._direct,
+            direct=self.prefilled.generated_tokens == 0,
             talk=self._referred.talk if self._referred else None,
+            echo=Echo(self._echo, self.prefilled.echo_logprobs),
+            prompt_logprobs=self.prefilled.prompt_logprobs,
             stages=self._handed,
             trace=self.span.context,
         )

@@ -41,7 +41,7 @@ class Referred:
         assert intake.reference is not None
         self.persona = 0
         self._shelf, self._intake, self._reference = shelf, intake, intake.reference
-        self._key = key_of(intake.creator, intake.chat.tenant)
+        self._key = key_of(intake.creator, intake.envelope.tenant)
         named = self._reference.conversation
         self._conversation = None if named is None else f"{self._key}.{subjects.token(named)}"
         # With its time: a stream that was declared anew counts from 1 again.
@@ -120,7 +120,7 @@ class Referred:
         await self._may_render.wait()
         names, creator = self._reference.names, self._intake.creator
         if not self.persona:
-            tenant = self._intake.chat.tenant and f" --tenant {self._intake.chat.tenant}"
+            tenant = self._intake.envelope.tenant and f" --tenant {self._intake.envelope.tenant}"
             raise PersonaNotFound(
                 f"{creator} has no persona: publish one (headrace persona put {creator} FILE{tenant}), or send all in messages.",
                 param=names.persona,

@@ -4,6 +4,7 @@ All are asked at once on `control.trace.<name>`; who knows nothing of it does no
 """
 
 import asyncio
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -22,13 +23,14 @@ ANSWER_S: Final = 1.0
 
 BAR_WIDTH: Final = 40
 
-OPENAI_PREFIX: Final = "chatcmpl-"
+OPENAI_PREFIX: Final = re.compile("^(chat)?cmpl-")
 
 
 def trace(
     *,
     name: Annotated[
-        str, typer.Argument(help="Its id (chatcmpl-… is its reply's), or its x-request-id.", metavar="REQUEST")
+        str,
+        typer.Argument(help="Its id (chatcmpl-… or cmpl-… is its reply's), or its x-request-id.", metavar="REQUEST"),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead: a line for each record.")] = False,
     config: ConfigOption = None,
@@ -39,7 +41,7 @@ def trace(
 
     Example: headrace trace chatcmpl-0b7cdc65e2974c38a831afbe3800e809
     """
-    records = asyncio.run(ask(configuration(config), name.removeprefix(OPENAI_PREFIX)))
+    records = asyncio.run(ask(configuration(config), OPENAI_PREFIX.sub("", name)))
     if not records:
         raise OperatorError(
             f"No process knows of a request {name!r}.",

@@ -95,18 +95,25 @@ class Admission:
         self._saturated_s = 0.0
         self._looked_s = -math.inf
 
-    def look_in(self, now_s: float) -> None:
-        """Raise `CapacityError` where all places are taken: what `enter` would say, before a body is read for it."""
-        if self.in_flight >= self.in_flight_max:
+    def look_in(self, now_s: float, requests: int = 1) -> None:
+        """Raise `CapacityError` where so many places are not free: what `enter` would say, before a body is read for it."""
+        if self.in_flight + requests > self.in_flight_max:
             raise CapacityError(
                 f"This gateway works on {self.in_flight} requests, as many as it takes (gateway.in_flight_max).",
                 retry_after_s=self.wait_s(now_s),
             )
 
     def enter(
-        self, prefill: int, decode: int, now_s: float, *, saturated: bool = False, timeout_s: float = math.inf
+        self,
+        prefill: int,
+        decode: int,
+        now_s: float,
+        *,
+        saturated: bool = False,
+        timeout_s: float = math.inf,
+        requests: int = 1,
     ) -> None:
-        """Let one request in, or raise `NoWorkers` or `CapacityError`. `prefill` and `decode` count the ready workers.
+        """Let `requests` in, or raise `NoWorkers` or `CapacityError`. `prefill` and `decode` count the ready workers.
 
         `saturated`: no prefill worker has a free slot. `timeout_s` is the time that the request has.
         """
@@ -114,13 +121,13 @@ class Admission:
         missing = [kind for kind, ready in (("prefill", prefill), ("decode", decode)) if not ready]
         if missing:
             raise NoWorkers(f"No {' and no '.join(missing)} worker is ready.", retry_after_s=RETRY_UNMEASURED_S)
-        self.look_in(now_s)
-        if (wait_s := self._expected_s()) > timeout_s:
+        self.look_in(now_s, requests)
+        if (wait_s := self._expected_s(requests)) > timeout_s:
             raise CapacityError(
                 f"A request would take about {wait_s:.0f} s now, and this one has {timeout_s:g} s.",
                 retry_after_s=self.wait_s(now_s),
             )
-        self.in_flight += 1
+        self.in_flight += requests
 
     def leave(self, now_s: float, *, drained: bool, served: bool = False) -> None:
         """One that was let in has ended. `drained`: it had reached the queue. `served`: its reply is whole."""
@@ -138,11 +145,11 @@ class Admission:
             self._saturated_s += max(0.0, now_s - self._looked_s)
         self._saturated, self._looked_s = saturated, now_s
 
-    def _expected_s(self) -> float:
-        """How long one more request would take: all that are inside, at the rate of a fleet that does what it can."""
+    def _expected_s(self, requests: int) -> float:
+        """How long so many more would take: all that are inside, at the rate of a fleet that does what it can."""
         if not self._saturated or not self._served.measured:
             return 0.0
-        return (self.in_flight + 1) / self._served.per_s(self._saturated_s)
+        return (self.in_flight + requests) / self._served.per_s(self._saturated_s)
 
     def wait_s(self, now_s: float) -> float:
         """When to come back, for one that is refused now."""

@@ -6,22 +6,25 @@ from math import ceil
 from pipeline.errors import PromptTooLong
 
 
-def reply_tokens(prompt_tokens: int, asked: int | None, default: int | None, context: int) -> int:
+def reply_tokens(
+    prompt_tokens: int, asked: int | None, default: int | None, context: int, field: str = "messages"
+) -> int:
     """How many tokens the reply may have. Raises `PromptTooLong`, naming both numbers, where the context has no room.
 
+    `field` is where the request says its prompt.
     Where the client asks for none, `default` applies as far as there is room; without a default, the rest of the context.
     """
     room = context - prompt_tokens
     if room < 1:
         raise PromptTooLong(
             f"The prompt has {prompt_tokens} tokens and the model's context is {context}: "
-            "shorten the messages, so that at least one token of reply fits.",
-            param="messages",
+            f"shorten the {field}, so that at least one token of reply fits.",
+            param=field,
         )
     if asked is not None and asked > room:
         raise PromptTooLong(
             f"The model's context is {context} tokens, but the prompt has {prompt_tokens} and the reply asked for {asked}: "
-            f"shorten the messages, or ask for at most {room} tokens.",
+            f"shorten the {field}, or ask for at most {room} tokens.",
             param="max_tokens",
         )
     return asked or min(default or room, room)

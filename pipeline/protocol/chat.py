@@ -1,12 +1,12 @@
-"""A request as it comes from outside: OpenAI's chat fields, checked as far as we act on them.
+"""A request as it comes from outside: OpenAI's fields, checked as far as we act on them.
 
-A **request** is one flat map: OpenAI's chat fields, and beside them a few of ours (`id`, `reply_to`, `claim_at`,
-`timeout_ms`). We type what we act on; every other field stays in the map and reaches the engine's own request class, which
-knows what it means. Instead of `messages` it may bring one `message` and name the rest: see `by_reference.py`.
+A **request** is one flat map: the fields of a chat, or with `prompt` those of a completion (`completions.py`), and beside them
+a few of ours (`Envelope`). We type what we act on; every other field stays in the map and reaches the engine's own request
+class, which knows what it means. Instead of `messages` it may bring one `message` and name the rest: see `by_reference.py`.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import msgspec
 
@@ -35,16 +35,13 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool = False
 
 
-class Chat(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of OpenAI's chat completion request that we act on or check before any engine sees it.
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What chats and completions have in common of what we act on or check before any engine sees it.
 
     Unknown fields are accepted. Bounds are those of vLLM 0.32.
     """
 
-    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     model: str | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -52,13 +49,25 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    response_format: Mapping[str, Any] | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+
+
+class Chat(Asked, frozen=True, kw_only=True):
+    """The part of OpenAI's chat completion request that we act on or check before any engine sees it."""
+
+    prompt_field: ClassVar[str] = "messages"
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: bool | None = None
     tools: list[Any] | None = None
     tool_choice: str | Mapping[str, Any] | None = None
-    response_format: Mapping[str, Any] | None = None
-    return_token_ids: bool | None = None
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
-    cache_salt: str | None = None
 
     @property
     def reply_tokens_max(self) -> int | None:
@@ -66,9 +75,10 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
-    """A request as it lies in REQUESTS.
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says of itself beside what it asks for, as it lies in REQUESTS.
 
+    `type` may be missing: a completion is known by its `prompt`.
     `reply_to`: subject for frames (or the header `Reply-To`). `claim_at`: subject that arbitrates claims (or `Claim-At`);
     a producer that is only a subscription has none. `timeout_ms` counts from when the stream stored the request. `id` is the
     publisher's own; without one the stream's sequence names the request. `receiver` is `<id>/<epoch>` of a gateway that says
@@ -77,6 +87,7 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
     the same one twice is two requests.
     """
 
+    type: Literal["chat", "completion"] | None = None
     v: Version = 1
     id: Annotated[str, msgspec.Meta(min_length=1, max_length=REQUEST_ID_BYTES_MAX)] | None = None
     reply_to: str | None = None
@@ -87,7 +98,7 @@ class ChatRequest(Chat, frozen=True, kw_only=True, tag="chat"):
     request_id: Annotated[str, msgspec.Meta(max_length=REQUEST_ID_BYTES_MAX)] | None = None
 
 
-ChatT = TypeVar("ChatT", bound=Chat)
+PartT = TypeVar("PartT", bound=msgspec.Struct)
 
 RESERVED: Final = frozenset(
     {
@@ -114,7 +125,13 @@ def wants_prompt(chat: Mapping[str, Any]) -> bool:
     """Whether the prompt's length must be known from the first tokens on, or its ids are asked for."""
     options = chat.get("stream_options")
     continuous = isinstance(options, Mapping) and bool(options.get("continuous_usage_stats"))
-    return continuous or bool(chat.get("return_token_ids"))
+    return continuous or wants_prompt_ids(chat)
+
+
+def wants_prompt_ids(chat: Mapping[str, Any]) -> bool:
+    """Whether the prompt's ids are asked for. vLLM says them unasked in a streamed completion that echoes its prompt."""
+    echoed = chat.get("type") == "completion" and chat.get("echo") and chat.get("stream")
+    return bool(chat.get("return_token_ids") or echoed)
 
 
 def to_map(payload: bytes) -> dict[str, Any]:
@@ -133,10 +150,10 @@ def to_map(payload: bytes) -> dict[str, Any]:
     return tree
 
 
-def to_chat(tree: Mapping[str, Any], as_type: type[ChatT]) -> ChatT:
-    """`tree` as `Chat` or `ChatRequest`. Raises `InvalidField` whose `param` is the place in the body."""
+def to_part(tree: Mapping[str, Any], as_type: type[PartT]) -> PartT:
+    """What `tree` says as `Chat`, `CompletionRequest` or `Envelope`. Raises `InvalidField` whose `param` is the place in it."""
     try:
-        chat = msgspec.convert(tree, as_type)
+        part = msgspec.convert(tree, as_type)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$")
         place = path.strip("`").lstrip(".")
@@ -144,7 +161,7 @@ def to_chat(tree: Mapping[str, Any], as_type: type[ChatT]) -> ChatT:
             # msgspec puts a missing field's name into the message, not into the path.
             place = ".".join(filter(None, (place, message.split("`")[1])))
         raise InvalidField(f"{_why(message, place)}.", param=place or None) from None
-    return chat
+    return part
 
 
 def _why(message: str, place: str) -> str:

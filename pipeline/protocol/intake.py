@@ -11,9 +11,10 @@ import msgspec
 
 from pipeline.errors import InvalidField, RequestError
 from pipeline.limits import REQUEST_ID_BYTES_MAX
-from pipeline.protocol import by_reference
+from pipeline.protocol import by_reference, completions
 from pipeline.protocol.by_reference import Reference
-from pipeline.protocol.chat import ChatRequest, to_chat, to_map
+from pipeline.protocol.chat import Chat, Envelope, to_map, to_part
+from pipeline.protocol.completions import CompletionRequest
 from pipeline.protocol.messages import Encoding, encoding_of
 from pipeline.protocol.subjects import AckSubject, Stored, matches
 
@@ -36,7 +37,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Intake(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that can be worked on. `tree` is the body as sent; `deadline_s` is Unix time.
+    """A request that can be worked on. `tree` is the body as sent, its `type` said; `deadline_s` is Unix time.
 
     With a `reference` the new message stands in `tree` for all of them, until persona and history are known.
     """
@@ -46,7 +47,8 @@ class Intake(msgspec.Struct, frozen=True, kw_only=True):
     klass: str
     creator: str
     deadline_s: float
-    chat: ChatRequest
+    envelope: Envelope
+    asked: completions.Request
     tree: Mapping[str, Any]
     reference: Reference | None = None
 
@@ -80,25 +82,34 @@ def address(payload: bytes, headers: Mapping[str, str] | None, ack: AckSubject, 
 def read(payload: bytes, headers: Mapping[str, str] | None, stored: Stored, ack: AckSubject, rules: Rules) -> Intake:
     """The request in a message. Raises `RequestError`, whose `param` names the field."""
     tree = to_map(payload)
-    reference = by_reference.read(tree)
-    if reference is not None:
-        by_reference.check_creator(reference, stored.creator)
-        tree = by_reference.in_full(tree, reference)
-    chat = to_chat(tree, ChatRequest)
+    envelope = to_part(tree, Envelope)
+    tree["type"] = completions.kind_of(tree)
+    asked: completions.Request
+    reference = None
+    if tree["type"] == "completion":
+        asked = to_part(tree, CompletionRequest)
+        completions.check_single(asked)
+        completions.check_no_reference(tree)
+    else:
+        if (reference := by_reference.read(tree)) is not None:
+            by_reference.check_creator(reference, stored.creator)
+            tree = by_reference.in_full(tree, reference)
+        asked = to_part(tree, Chat)
     where = address(payload, headers, ack, rules)
     for field, header in (("reply_to", REPLY_TO_HEADER), ("claim_at", CLAIM_AT_HEADER)):
         _check_subject(field, _said(tree, field, headers, header), rules)
     if where.reply_to is None:
         raise InvalidField("reply_to is missing: name the subject that you listen on.", param="reply_to")
     longest_s = rules.timeout_max_s[stored.shard.klass]
-    asked_s = chat.timeout_ms / 1000 if chat.timeout_ms is not None else longest_s
+    asked_s = envelope.timeout_ms / 1000 if envelope.timeout_ms is not None else longest_s
     return Intake(
         address=where,
         reply_to=where.reply_to,
         klass=stored.shard.klass,
         creator=stored.creator,
         deadline_s=ack.stored_at_s + min(asked_s, longest_s),
-        chat=chat,
+        envelope=envelope,
+        asked=asked,
         tree=tree,
         reference=reference,
     )

@@ -16,7 +16,7 @@ import msgspec
 from pipeline.errors import ErrorBody, InvalidField
 from pipeline.protocol.conversations import Talk
 from pipeline.protocol.keys import KeyUse
-from pipeline.protocol.pieces import Choice, Extra, choice_in_json, extra_in_json
+from pipeline.protocol.pieces import Choice, Echo, Extra, choice_in_json, extra_in_json
 from pipeline.protocol.stages import AtPrefill, Stages, named
 
 Version = Literal[1]
@@ -58,6 +58,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     `cached_tokens` of the prompt prefill did not compute: `hbm_tokens` of them it found in its engine's own cache, the others in
     LMCache. `decode_cached_tokens` of it decode did not compute, which is what the hand-off carried. `prefill_generated_tokens`
     is 1, thrown away; 0 says that the request went directly to decode, and then `cached_tokens` is what decode found.
+    `reasoning_tokens` of the completion were reasoning, where a parser tells.
     """
 
     prompt_tokens: int
@@ -68,6 +69,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prefill: str
     decode: str
     hbm_tokens: int = 0
+    reasoning_tokens: int | None = None
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False, tag_field="kind", tag="?"):
@@ -98,7 +100,8 @@ class Done(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag=
     """The whole reply once more; `index` is its length in tokens. Sent as a request: the ack follows `Whole`.
 
     `choices` are all replies, where there are several, or where there is more to say than ids, text and reason: these are the
-    first one's. `prompt` has the prompt's ids (packed), where they are asked for. `stages`: where the workers' time went.
+    first one's. `prompt` has the prompt's ids (packed) and `prompt_logprobs` vLLM's (a JSON list), where they are asked for.
+    `stages`: where the workers' time went.
     """
 
     ids: bytes
@@ -107,6 +110,7 @@ class Done(Frame, frozen=True, array_like=True, gc=False, tag_field="kind", tag=
     usage: Usage
     choices: list[Choice] = []
     prompt: bytes = b""
+    prompt_logprobs: str = ""
     stages: Stages | None = None
 
     @property
@@ -251,8 +255,9 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """The completion event: the KV of this request is in LMCache, under a live grant.
 
     `ask` is the grant's id, `epoch` the decode worker's that gave it. `claim` is prefill's, which decode takes over. `ids`
-    are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the messages. `talk` is set
-    where the exchange is to be written down. `stages` is where prefill's time went, `trace` the trace context's headers.
+    are the prompt's tokens, packed. `deadline_s` is Unix time. `chat` holds the client's fields but the prompt. `talk` is set
+    where the exchange is to be written down. `echo` and `prompt_logprobs` (as in `Done`) are what only prefill knows.
+    `stages` is where prefill's time went, `trace` the trace context's headers.
     `direct`: no prefill engine has seen this prompt. LMCache has of it what earlier ones have left; decode computes the rest.
     """
 
@@ -278,6 +283,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     hbm_tokens: int = 0
     direct: bool = False
     talk: Talk | None = None
+    echo: Echo = Echo()
+    prompt_logprobs: str = ""
     stages: AtPrefill | None = None
     trace: dict[str, str] = {}
 
@@ -404,8 +411,9 @@ def _spelled_out(frame: AnyFrame) -> dict[str, Any]:
     if isinstance(frame, Tokens):
         fields["extra"] = frame.extra and extra_in_json(frame.extra, unpack_ids(frame.extra.prompt))
     if isinstance(frame, Done):
-        fields["choices"] = [choice_in_json(one, unpack_ids(one.ids)) for one in frame.choices]
+        fields["choices"] = [choice_in_json(choice, unpack_ids(choice.ids)) for choice in frame.choices]
         fields["prompt"] = unpack_ids(frame.prompt)
+        fields["prompt_logprobs"] = msgspec.Raw(frame.prompt_logprobs.encode() or b"null")
         fields["stages"] = frame.stages and named(frame.stages)
     return {"kind": frame.__struct_config__.tag, **fields}
 

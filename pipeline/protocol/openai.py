@@ -33,6 +33,12 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     decode: str
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    """`reasoning_tokens` of the reply were reasoning."""
+
+    reasoning_tokens: int
+
+
 class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's `usage`. How the work was divided is known at the end: what each chunk says on request has three numbers."""
 
@@ -40,6 +46,7 @@ class UsageBody(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens_details: CompletionDetails | msgspec.UnsetType = msgspec.UNSET
     headrace: Split | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -68,7 +75,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole reply in one piece."""
+    """A whole reply in one piece. `prompt_logprobs` are vLLM's, as prefill's worker has written them."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -77,6 +84,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     usage: UsageBody
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +128,39 @@ class Chunk(ChunkHead, frozen=True, kw_only=True):
     choices: list[ChunkChoice]
     usage: UsageBody | msgspec.UnsetType | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion's `logprobs`, in columns: for each token where its text begins, its logprob, its text, and others."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the `n` replies to one prompt; those to the next prompt follow them. The token ids are vLLM's, if asked for."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | msgspec.UnsetType = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion in one piece, and in a stream, one event of it: there `usage` is in the last one, which has no choice."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: UsageBody | msgspec.UnsetType | None = None
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,9 +6,10 @@ import msgspec
 class Extra(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What few tokens frames carry. `choice`: which of a request's `n` replies goes on.
 
-    `logprobs` are OpenAI's entries of `logprobs.content`, a token each, as JSON objects joined by commas. The first frame of a
-    claim has the prompt, where it is asked for: its length in tokens, and its ids (packed). `message` is what the text means
-    where tools may be called: OpenAI's deltas, as JSON objects joined by commas.
+    `logprobs` are JSON objects joined by commas: OpenAI's entries of `logprobs.content`, a token each; of a completion, OpenAI's
+    `logprobs` of some tokens, in columns. The first frame of a claim has the prompt, where it is asked for: its length in
+    tokens, and its ids (packed). `message` is what the text means where a parser reads calls of tools or reasoning from it:
+    OpenAI's deltas, as JSON objects joined by commas, `{}` where these tokens say nothing yet.
     """
 
     choice: int = 0
@@ -30,6 +31,13 @@ class Choice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stop_reason: int | str | None = None
     logprobs: str = ""
     message: str = ""
+
+
+class Echo(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What each reply to a request begins with, before what is generated: the prompt's text, and its logprobs as in `Extra`."""
+
+    text: str = ""
+    logprobs: str = ""
 
 
 class ExtraInJson(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +62,7 @@ class ChoiceInJson(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def extra_in_json(extra: Extra, prompt: list[int]) -> ExtraInJson:
-    """`extra` with its prompt's ids as a list."""
+    """`prompt` is the prompt's ids, unpacked."""
     return ExtraInJson(
         choice=extra.choice,
         logprobs=_listed(extra.logprobs),
@@ -65,7 +73,7 @@ def extra_in_json(extra: Extra, prompt: list[int]) -> ExtraInJson:
 
 
 def choice_in_json(choice: Choice, ids: list[int]) -> ChoiceInJson:
-    """`choice` with its ids as a list."""
+    """`ids` are its tokens, unpacked."""
     return ChoiceInJson(
         ids=ids,
         text=choice.text,

@@ -200,7 +200,7 @@ class Receiver:
 class Outbox:
     """One reply as its holder sends it: every frame is kept until the receiver has the whole.
 
-    `prompt_tokens` and `prompt` (packed ids) are set for a receiver that has asked for them.
+    `prompt_tokens`, `prompt` (packed ids) and `prompt_logprobs` are set for a receiver that has asked for them.
     """
 
     def __init__(self, request: str, claim: str, delivered: Sequence[int] = ()) -> None:
@@ -208,6 +208,7 @@ class Outbox:
         self.claim = claim
         self.prompt_tokens = 0
         self.prompt = b""
+        self.prompt_logprobs = ""
         self.length = len(delivered)
         self.before = ""
         """The text that the `delivered` tokens have given, under other claims."""
@@ -253,7 +254,7 @@ class Outbox:
         plain = len(choices) == 1 and first.stop_reason is None and not first.logprobs and not first.message
         said = (first.ids, first.text, first.finish_reason)
         more = [] if plain else choices
-        return Done(1, self.request, self.claim, self.length, *said, usage, more, self.prompt)
+        return Done(1, self.request, self.claim, self.length, *said, usage, more, self.prompt, self.prompt_logprobs)
 
     def _choice(self, index: int) -> Choice:
         mine = [frame for frame in self._frames if (frame.extra or _NO_EXTRA).choice == index]

@@ -19,6 +19,7 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
+    "echo": (None, False),
     "n": (None, 1),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
@@ -35,7 +36,12 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
 
 def stateful_field(chat: Mapping[str, Any]) -> str | None:
     """The first field that makes a reply depend on more than its tokens."""
-    return next((name for name, harmless in _HARMLESS.items() if chat.get(name) not in harmless), None)
+    return next((name for name, harmless in _HARMLESS.items() if not _is_one_of(chat.get(name), harmless)), None)
+
+
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    """A completion's `logprobs` of 0 are some, a chat's of false are none, and for Python both are equal."""
+    return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in harmless)
 
 
 def check_resumable(chat: Mapping[str, Any], delivered: Sequence[int]) -> None:

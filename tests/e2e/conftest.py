@@ -128,20 +128,56 @@ def reference_replies(engines: Engines, model_path: str, tmp_path_factory: pytes
 
 
 @pytest.fixture
-def running(brought_up: Running) -> Running:
+def running(stacks: "Stacks") -> Running:
     """The running stack, whole: earlier tests may have killed parts of it."""
-    brought_up.await_whole()
-    return brought_up
+    running = stacks.up()
+    running.await_whole()
+    return running
+
+
+class Stacks:
+    """`headrace up`, one at a time: two do not fit. `model` are lines of that table beside those of `ENGINES`."""
+
+    def __init__(self, folder: Path, model_path: str) -> None:
+        self._folder = folder
+        self._model_path = model_path
+        self._present = contextlib.ExitStack()
+        self._running: tuple[str, Running] | None = None
+        self._count = 0
+
+    def up(self, model: str = "") -> Running:
+        """The stack with this model, ready: the present one, or one in its place."""
+        if self._running is None or self._running[0] != model:
+            self.down()
+            self._count += 1
+            folder = self._folder / str(self._count)
+            folder.mkdir()
+            self._running = (model, self._present.enter_context(brought_up(folder, self._model_path, model)))
+        return self._running[1]
+
+    def down(self) -> None:
+        """End the present one, if there is one."""
+        self._running = None
+        self._present.close()
 
 
 @pytest.fixture(scope="package")
-def brought_up(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Running]:
+def stacks(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterator[Stacks]:
+    """The stack that all tests share, and others in its place."""
+    stacks = Stacks(tmp_path_factory.mktemp("up"), model_path)
+    try:
+        yield stacks
+    finally:
+        stacks.down()
+
+
+@contextlib.contextmanager
+def brought_up(folder: Path, model_path: str, model: str) -> Iterator[Running]:
     """`headrace up`, ready. At its end nothing is left: no process, no shared memory."""
-    folder = tmp_path_factory.mktemp("up")
     config, log = folder / "headrace.toml", folder / "up.log"
     ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
     config.write_text(
-        f"{ports}{ENGINES}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}"
+        f"{ports}{ENGINES}{model}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}"
         f"[up]\nprefill = {PREFILL_WORKERS}\nstate_dir = '{folder}'\n"
     )
     with log.open("w") as out:

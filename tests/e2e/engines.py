@@ -142,8 +142,8 @@ async def _plain(engine: Any, renderer: Any, number: int) -> Reply:
     from workers.engines import vllm_chat
 
     chat = PROMPTS[number].chat
-    prompt = await vllm_chat.render(engine, renderer, chat, {})
-    _, parameters, _ = vllm_chat.sampling(renderer, chat, REPLY_TOKENS, {})
+    prompt = (await vllm_chat.render(engine, renderer, chat, {})).token_ids
+    parameters = vllm_chat.sampling(renderer, chat, prompt, REPLY_TOKENS, {}).parameters
     token_ids: list[int] = []
     text, finish_reason = "", None
     async for output in engine.generate({"prompt_token_ids": prompt}, parameters, f"reference-{number}"):
@@ -163,7 +163,7 @@ async def split(model: str, config: Config) -> Split:
             await engine.start()
             await engine.warm_up()
         marks["started"] = clock()
-        prompts = [await prefill.render(prompt.chat) for prompt in SPLIT_PROMPTS]
+        prompts = [(await prefill.render(prompt.chat)).token_ids for prompt in SPLIT_PROMPTS]
         prefilled = [await prefill.prefill(f"p{n}", prompt, SALT) for n, prompt in enumerate(prompts)]
         marks["prefilled"] = clock()
         replies = [

@@ -23,8 +23,8 @@ from typing import Any, Final
 Answer = dict[str, Any]
 
 _OWN: Final = frozenset({"id", "created", "system_fingerprint"})
-_SYNONYMS: Final = {"input_tokens": "messages"}
-"""vLLM's names of what it counts, and the field of the body to blame."""
+_SYNONYMS: Final = {"input_tokens": ("messages", "prompt"), "input_text": ("messages", "prompt")}
+"""vLLM's names of what it counts, and the fields of the body to blame."""
 
 
 def differences(theirs: Answer, ours: Answer) -> list[str]:
@@ -49,7 +49,7 @@ def _errors(theirs: Any, ours: Any) -> list[str]:
     # pydantic names the classes that it has tried as well.
     expected = ".".join(part for part in said.removeprefix("body.").split(".") if not part[0].isupper())
     named = (ours["param"] or "").replace("[", ".").replace("]", "")
-    fits = named in (expected, _SYNONYMS.get(expected)) or expected.startswith(f"{named}.")
+    fits = named in (expected, *_SYNONYMS.get(expected, ())) or expected.startswith(f"{named}.")
     return [] if named and fits else [f"error.param: {said} / {ours['param']}"]
 
 
@@ -64,7 +64,7 @@ def _joined(events: list[Any]) -> Any:
     choices: dict[int, Any] = {}
     whole: dict[str, Any] = {"usage": None, "usage of choices": {}}
     for chunk in chunks:
-        assert chunk["object"] == "chat.completion.chunk"
+        assert chunk["object"] == chunks[0]["object"] in ("chat.completion.chunk", "text_completion")
         assert (chunk["id"], chunk["created"]) == (chunks[0]["id"], chunks[0]["created"])
         for choice in chunk["choices"]:
             _add(choices.setdefault(choice["index"], {"text": "", "ends": 0}), choice)
@@ -78,15 +78,21 @@ def _joined(events: list[Any]) -> Any:
 
 
 def _add(said: dict[str, Any], choice: Any) -> None:
-    delta = choice["delta"]
+    delta = choice.get("delta") or {"content": choice.get("text")}
     assert not said["ends"], "a choice goes on after its reason"
     if "role" in delta:
         assert "role" not in said, "the role is said once"
         said["role"] = delta["role"]
     said["text"] += delta.get("content") or ""
-    for name, more in (("logprobs", (choice["logprobs"] or {}).get("content")), ("token_ids", choice.get("token_ids"))):
+    if delta.get("reasoning"):
+        said["reasoning"] = said.get("reasoning", "") + delta["reasoning"]
+    columns = {"token_ids": choice.get("token_ids"), **(choice.get("logprobs") or {})}
+    for name, more in columns.items():
         if more is not None:
             said.setdefault(name, []).extend(more)
+    if choice.get("prompt_token_ids"):
+        assert "prompt_token_ids" not in said, "the prompt is said once"
+        said["prompt_token_ids"] = choice["prompt_token_ids"]
     for call in delta.get("tool_calls") or []:
         _call(said.setdefault("tool_calls", {}), call)
     if choice["finish_reason"] is not None:

@@ -5,9 +5,10 @@ Replies are comparable where they are greedy or where nothing is left to draw (`
 
 from typing import Any, Final
 
-Body = dict[str, Any]
+from tests.e2e import fidelity_completions as asked
+from tests.e2e.fidelity_completions import MODEL, Body
 
-MODEL: Final = "smollm2-135m-instruct"
+_COMPLETION: Final = "completion: "
 _USER: Final = {"role": "user", "content": "What is the capital of France?"}
 _JSON: Final = {"role": "user", "content": "Describe Paris as JSON with name and country."}
 _SCHEMA: Final = {
@@ -173,7 +174,17 @@ ERRORS: Final[dict[str, Body]] = {
 
 def all_requests() -> dict[str, Body]:
     """By name. A streamed one is named so."""
+    chats = _named(BOTH | asked.CHATS, STREAMS, ERRORS | asked.CHAT_ERRORS)
+    completions = _named(asked.BOTH, asked.STREAMS, asked.ERRORS)
+    return chats | {f"{_COMPLETION}{name}": body for name, body in completions.items()}
+
+
+def path_of(name: str) -> str:
+    """Where a request of this name goes."""
+    return "/v1/completions" if name.startswith(_COMPLETION) else "/v1/chat/completions"
+
+
+def _named(both: dict[str, Body], streams: dict[str, Body], errors: dict[str, Body]) -> dict[str, Body]:
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    streamed = {f"{name}, streamed": body | usage for name, body in BOTH.items()}
-    errors = {f"error: {name}": body for name, body in ERRORS.items()}
-    return BOTH | streamed | STREAMS | errors
+    streamed = {f"{name}, streamed": body | usage for name, body in both.items()}
+    return both | streamed | streams | {f"error: {name}": body for name, body in errors.items()}

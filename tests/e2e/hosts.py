@@ -40,11 +40,11 @@ async def hosts(model: str, here: Config, there_path: str) -> Crossed:
     try:
         for engine in (prefill, decode):
             await engine.start()
-        first = await prefill.render(AWAITED.chat)
+        first = (await prefill.render(AWAITED.chat)).token_ids
         await prefill.prefill("p0", first, SALT)
         shared_s = await _shared(tier, len(first) // CHUNK)
         awaited, awaited_cached = await _reply(decode, "d0", first)
-        second = await prefill.render(AT_ONCE.chat)
+        second = (await prefill.render(AT_ONCE.chat)).token_ids
         await prefill.prefill("p1", second, SALT)
         at_once, at_once_cached = await _reply(decode, "d1", second)
         return Crossed(

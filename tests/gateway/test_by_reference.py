@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.intake import Order, Terms, take
+from gateway.intake import OPEN, Order, Terms, take
 from pipeline.errors import InvalidField, NotAllowed
 from pipeline.protocol.chat import to_map
 from pipeline.protocol.keys import Key
@@ -21,8 +21,8 @@ TERMS = Terms(
 )
 
 
-def taken(body: dict[str, Any], headers: dict[bytes, bytes] | None = None, **more: Key) -> Order:
-    return take("r1", headers or {}, msgspec.json.encode(body), TERMS, **more)
+def taken(body: dict[str, Any], headers: dict[bytes, bytes] | None = None, key: Key = OPEN) -> Order:
+    return take("r1", headers or {}, msgspec.json.encode(body), TERMS, key)
 
 
 def referring(**metadata: str) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def referring(**metadata: str) -> dict[str, Any]:
 def test_the_persona_is_the_creator_and_the_conversation_keeps_its_affinity() -> None:
     order = taken(referring(persona="ada", conversation="c-17", team="crm"))
     assert (order.creator, order.conversation) == ("ada", "c-17")
-    assert to_map(order.payload)["metadata"] == {"persona": "ada", "conversation": "c-17", "team": "crm"}
+    assert to_map(order.parts[0].payload)["metadata"] == {"persona": "ada", "conversation": "c-17", "team": "crm"}
     assert taken(referring(persona="ada")).conversation == "r1", "alone"
 
 
@@ -62,5 +62,5 @@ def test_a_key_that_may_not_speak_for_the_persona_is_refused() -> None:
 
 def test_the_fields_of_a_chat_event_mean_nothing_over_http() -> None:
     order = taken({"messages": [HI], "message": "hi", "conversation": "c", "creator": "ada"})
-    assert not {"message", "conversation", "creator"} & to_map(order.payload).keys()
+    assert not {"message", "conversation", "creator"} & to_map(order.parts[0].payload).keys()
     assert order.creator == "default"

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.protocol.messages import Done, Tokens, pack_ids
@@ -143,3 +144,61 @@ async def test_where_no_turn_begins_the_last_speaker_goes_on(served: Stack) -> N
     assert (await served.ask(**fields)).json()["choices"][0]["message"]["role"] == "user"
     chunks = events((await served.ask(**fields, stream=True)).content)
     assert chunks[0]["choices"][0]["delta"]["role"] == "user"
+
+
+def thinking(*deltas: str, message: str) -> Script:
+    """A script: as a worker whose parser finds reasoning. A token for each of `deltas`, or the whole `message` at the end."""
+
+    async def script(job: Job) -> None:
+        await job.claim()
+        outbox = Outbox(job.id, job.claim_id)
+        for number, delta in enumerate(deltas):
+            said = delta if job.tree.get("stream") else message if number == len(deltas) - 1 else ""
+            frame = outbox.add([number], "raw", logprobs=WRITTEN[number], message=said)
+            assert isinstance(frame, Tokens)
+            await job.send([frame])
+        outbox.end(0, "stop")
+        usage = msgspec.structs.replace(job.usage(), reasoning_tokens=1)
+        await job.done_with(outbox.done(usage))
+
+    return script
+
+
+THOUGHT = thinking("{}", '{"reasoning":"hm"}', '{"content":"b"}', message='{"content":"b","reasoning":"hm"}')
+
+
+async def test_reasoning_is_passed_on_as_the_worker_has_read_it_and_the_text_is_not(served: Stack) -> None:
+    served.double.script = THOUGHT
+    body = (await served.ask()).json()
+    assert body["choices"][0]["message"] == {"content": "b", "reasoning": "hm"}
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    *chunks, usage, _ = events((await served.ask(stream=True, stream_options={"include_usage": True})).content)
+    said = [choice["delta"] for chunk in chunks for choice in chunk["choices"] if choice["delta"]]
+    assert said == [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content": "b"}]
+    assert usage["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+
+
+async def test_tokens_do_not_tell_reasoning_that_is_hidden(served: Stack) -> None:
+    served.double.script = THOUGHT
+    fields: dict[str, Any] = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
+    choice = (await served.ask(**fields)).json()["choices"][0]
+    assert choice["logprobs"] is None
+    assert "token_ids" not in choice
+    *chunks, _ = events((await served.ask(**fields, stream=True)).content)
+    said = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert {str(choice["logprobs"]) for choice in said} == {"None"}
+    assert not any("token_ids" in choice for choice in said)
+
+
+async def test_logprobs_of_the_prompt_are_in_the_reply(served: Stack) -> None:
+    async def script(job: Job) -> None:
+        await job.claim()
+        outbox = Outbox(job.id, job.claim_id)
+        outbox.prompt_logprobs = '[null,{"7":{"logprob":-0.5,"rank":1,"decoded_token":"a"}}]'
+        outbox.add([1], "a")
+        outbox.end(0, "stop")
+        await job.done_with(outbox.done(job.usage()))
+
+    served.double.script = script
+    body = (await served.ask(prompt_logprobs=0)).json()
+    assert body["prompt_logprobs"] == [None, {"7": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}]

@@ -122,7 +122,7 @@ async def test_metrics_tell_what_was_served(served: Stack) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nothing", 404), ("POST", "/v1/completions", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)],
+    [("GET", "/nothing", 404), ("POST", "/v1/embeddings", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)],
 )
 async def test_what_is_not_there_is_refused_in_openais_shape(
     served: Stack, method: str, path: str, status: int

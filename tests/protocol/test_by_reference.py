@@ -104,7 +104,7 @@ def test_intake_reads_the_reference_and_checks_all_other_fields_as_ever() -> Non
     body = {"message": "hi", "conversation": "c", "reply_to": "_INBOX.x", "temperature": 0.5}
     read = intake.read(encode(body), None, STORED, ACK, RULES)
     assert read.reference == by_reference.read(body)
-    assert read.tree == {"messages": [HI], "reply_to": "_INBOX.x", "temperature": 0.5}
+    assert read.tree == {"type": "chat", "messages": [HI], "reply_to": "_INBOX.x", "temperature": 0.5}
     for field in ({"temperature": 9}, {"creator": "eve"}, {"reply_to": "$JS.API.x"}):
         with pytest.raises(RequestError) as caught:
             intake.read(encode({**body, **field}), None, STORED, ACK, RULES)

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import InvalidField
 from pipeline.protocol import chat
-from pipeline.protocol.chat import Chat, ChatRequest
+from pipeline.protocol.chat import Chat, Envelope
 
 USER = {"role": "user", "content": "hi"}
 
@@ -38,7 +38,7 @@ USER = {"role": "user", "content": "hi"}
 )
 def test_a_bad_field_is_named(body: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidField) as caught:
-        chat.to_chat(body, ChatRequest)
+        [chat.to_part(body, part) for part in (Envelope, Chat)]
     assert caught.value.param == param
     assert caught.value.message
 
@@ -58,14 +58,14 @@ def test_the_prompt_travels_only_where_it_is_asked_for(body: dict[str, Any], wan
 
 def test_unknown_fields_are_accepted_and_parts_of_text_too() -> None:
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "surprise": 1, "n": 1}
-    read = chat.to_chat(body, Chat)
+    read = chat.to_part(body, Chat)
     assert read.reply_tokens_max is None
 
 
 def test_the_new_name_of_max_tokens_wins() -> None:
-    read = chat.to_chat({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 7}, Chat)
+    read = chat.to_part({"messages": [USER], "max_tokens": 5, "max_completion_tokens": 7}, Chat)
     assert read.reply_tokens_max == 7
-    assert chat.to_chat({"messages": [USER], "max_tokens": 5}, Chat).reply_tokens_max == 5
+    assert chat.to_part({"messages": [USER], "max_tokens": 5}, Chat).reply_tokens_max == 5
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,15 @@ def test_a_request_without_an_id_is_named_by_its_place_in_the_stream() -> None:
     assert read(BODY).address.request == "REQUESTS_interactive-17"
 
 
+def test_a_prompt_makes_it_a_completion_which_is_written_down_as_one() -> None:
+    request = read({"prompt": "Once", "reply_to": "_INBOX.x", "tenant": "acme"})
+    assert request.tree["type"] == "completion"
+    assert (request.asked.reply_tokens_max, request.envelope.tenant, request.reference) == (16, "acme", None)
+    for wrong in ({"prompt": ["a", "b"]}, {"prompt": "a", "metadata": {"persona": "ada"}}):
+        with pytest.raises(InvalidField):
+            read({"reply_to": "_INBOX.x"} | wrong)
+
+
 def test_a_deadline_is_at_most_the_classes() -> None:
     assert read(BODY).deadline_s == read({**BODY, "timeout_ms": 10**9}).deadline_s == 1700000060.0
 

@@ -58,13 +58,18 @@ class SimEngine(SimulatedEngine):
         self._killed = killed
 
     async def prefill(
-        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any] | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> Prefilled:
         """As the engine's. Of poison its process dies, and does nothing more."""
         if _POISON in token_ids:
             self._killed()
             await anyio.sleep_forever()
-        return await super().prefill(key, token_ids, salt)
+        return await super().prefill(key, token_ids, salt, chat, trace=trace)
 
     def _decode_jobs(
         self,

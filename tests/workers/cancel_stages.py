@@ -26,11 +26,12 @@ import msgspec
 from pipeline.config import Config
 from pipeline.protocol.credits import GrantState
 from pipeline.protocol.messages import Ask
+from pipeline.protocol.pieces import Echo
 from pipeline.protocol.request import Progress
 from pipeline.protocol.request import Stage as JobStage
 from tests.workers.fleet import Caller, Fleet, backlog, config_for, fleet, until
 from workers.decode_job import DecodeJob
-from workers.engines.port import Prefilled, Step
+from workers.engines.port import NO_ECHO, Prefilled, Rendered, Step
 from workers.engines.simulated import SimulatedEngine
 from workers.pool import J, Pool
 from workers.prefill import PrefillWorker
@@ -74,18 +75,23 @@ class Witness(SimulatedEngine):
         self.told_s: float | None = None
         self.steps = 0
 
-    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+    async def render(self, chat: Mapping[str, Any]) -> Rendered:
         """See `Engine`."""
         with self._at("render"):
             await self.renders.wait()
             return await super().render(chat)
 
     async def prefill(
-        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any] | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> Prefilled:
         """See `Engine`."""
         with self._at("prefill"):
-            return await super().prefill(key, token_ids, salt)
+            return await super().prefill(key, token_ids, salt, chat, trace=trace)
 
     async def decode(
         self,
@@ -95,10 +101,11 @@ class Witness(SimulatedEngine):
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        echo: Echo = NO_ECHO,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """See `Engine`."""
-        steps = super().decode(key, token_ids, salt, chat, max_tokens, delivered)
+        steps = super().decode(key, token_ids, salt, chat, max_tokens, delivered, echo, trace=trace)
         with self._at("decode"):
             async with aclosing(steps):
                 async for step in steps:

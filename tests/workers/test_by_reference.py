@@ -22,6 +22,7 @@ from pipeline.protocol.turns import Sent, Turn
 from tests.nats_server import NatsServer
 from tests.workers.fleet import Caller, Fleet, Reply, backlog, config_for, fleet, until
 from workers import conversations
+from workers.engines.port import Rendered
 from workers.engines.simulated import SimulatedEngine
 from workers.runtime import Role
 
@@ -38,7 +39,7 @@ class Watched(SimulatedEngine):
         super().__init__(config, role)
         self.rendered: list[Mapping[str, Any]] = []
 
-    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+    async def render(self, chat: Mapping[str, Any]) -> Rendered:
         self.rendered.append(chat)
         return await super().render(chat)
 
@@ -402,7 +403,7 @@ async def test_a_published_persona_is_warm_before_it_is_asked_for(broker: NatsSe
         engine = made.workers["prefill-1"].engine
         assert isinstance(engine, Watched)
         await until(lambda: any(chat["messages"][0]["content"] == OTHER for chat in engine.rendered))
-        other = await engine.render({"messages": [{"role": "system", "content": OTHER}, user("x")]})
+        other = (await engine.render({"messages": [{"role": "system", "content": OTHER}, user("x")]})).token_ids
         await until(lambda: engine.truly_cached_tokens(salt, other) >= 160)
 
 
@@ -424,7 +425,7 @@ async def test_only_the_owner_warms_a_persona_and_only_when_it_has_time(broker: 
 
 async def test_a_persona_that_its_template_breaks_on_breaks_nothing_else(broker: NatsServer) -> None:
     class Broken(Watched):
-        async def render(self, chat: Mapping[str, Any]) -> list[int]:
+        async def render(self, chat: Mapping[str, Any]) -> Rendered:
             if "bad" in (chat.get("chat_template_kwargs") or {}):
                 raise TypeError("bad")
             return await super().render(chat)

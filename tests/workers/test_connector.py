@@ -112,6 +112,17 @@ def test_under_lmcaches_own_connector_that_send_ends_the_scheduler(parts: Simple
         scheduler.report(sent=True)
 
 
+def test_a_prompt_whose_logprobs_are_asked_for_is_not_looked_up_and_yet_stored(scheduler: Scheduler) -> None:
+    """LMCache's adapter here has no way to be asked: that would raise."""
+    scheduler.load()
+    scheduler.request.skip_reading_prefix_cache = True
+    assert scheduler.connector.get_num_new_matched_tokens(scheduler.request, 0) == (0, False)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    scheduler.connector.update_state_after_alloc(scheduler.request, blocks, 0)
+    assert scheduler.connector.request_trackers[REQUEST].state.name == "READY"
+    assert scheduler.connector._can_store
+
+
 def test_an_abort_during_a_load_frees_the_blocks_once_when_the_load_is_done(scheduler: Scheduler) -> None:
     scheduler.load()
     scheduler.finish("FINISHED_ABORTED")

@@ -115,7 +115,7 @@ async def test_only_engines_of_one_set_up_have_one_fingerprint() -> None:
 
 async def test_a_request_passes_through_prefill_and_decode() -> None:
     async with started(FAST, "prefill", "decode") as (prefill, decode):
-        ids = await prefill.render(CHAT)
+        ids = (await prefill.render(CHAT)).token_ids
         cold, warm = await prefill.prefill("a", ids, SALT), await prefill.prefill("b", ids, SALT)
         assert (cold.cached_tokens, cold.generated_tokens) == (0, 1)
         assert warm.cached_tokens == (len(ids) - 1) // 32 * 32
@@ -128,7 +128,7 @@ async def test_a_request_passes_through_prefill_and_decode() -> None:
 
 async def test_prompts_under_another_salt_are_not_found() -> None:
     async with started(FAST, "prefill", "decode") as (prefill, decode):
-        ids = await prefill.render(CHAT)
+        ids = (await prefill.render(CHAT)).token_ids
         await prefill.prefill("a", ids, SALT)
         assert (await prefill.prefill("b", ids, "cd")).cached_tokens == 0
         other = await rest_of(decode.decode("c", ids, "ef", CHAT, 5))
@@ -137,7 +137,7 @@ async def test_prompts_under_another_salt_are_not_found() -> None:
 
 async def test_the_tier_of_a_process_ends_with_its_last_engine() -> None:
     async with started(FAST, "prefill") as (prefill,):
-        ids = await prefill.render(CHAT)
+        ids = (await prefill.render(CHAT)).token_ids
         await prefill.prefill("a", ids, SALT)
     async with started(FAST, "decode") as (decode,):
         assert (await read(decode, "a", ids))[0].cached_tokens == 0
@@ -147,7 +147,7 @@ async def test_the_tier_of_a_process_ends_with_its_last_engine() -> None:
 async def test_a_reply_continued_elsewhere_equals_the_uninterrupted_one(at: int) -> None:
     chat = CHAT | {"stop": ["not in it"]}
     async with started(FAST, "decode", "decode") as (first, second):
-        ids = await first.render(chat)
+        ids = (await first.render(chat)).token_ids
         full = await read(first, "a", ids, chat)
         rest = await read(second, "a", ids, chat, max_tokens=100, delivered=tokens_of(full)[:at])
         assert tokens_of(rest) == tokens_of(full)[at:]
@@ -158,7 +158,7 @@ async def test_a_reply_continued_elsewhere_equals_the_uninterrupted_one(at: int)
 
 async def test_several_choices_are_as_many_sequences_each_with_its_own_end() -> None:
     async with started(FAST, "decode") as (decode,):
-        ids = await decode.render(CHAT)
+        ids = (await decode.render(CHAT)).token_ids
         alone = await read(decode, "a", ids)
         steps = await read(decode, "b", ids, CHAT | {"n": 3})
         of = [[step for step in steps if step.choice == choice] for choice in range(3)]
@@ -174,7 +174,7 @@ async def test_several_choices_are_as_many_sequences_each_with_its_own_end() -> 
 
 async def test_a_client_decides_where_its_reply_ends() -> None:
     async with started(FAST, "decode") as (engine,):
-        ids = await engine.render(CHAT)
+        ids = (await engine.render(CHAT)).token_ids
         long = await read(engine, "a", ids, CHAT | {"ignore_eos": True}, 90)
         assert (len(tokens_of(long)), long[-1].finish_reason) == (90, "length")
         word = text_of(long).split()[6]
@@ -186,7 +186,7 @@ async def test_a_client_decides_where_its_reply_ends() -> None:
 async def test_a_reply_never_passes_the_models_context() -> None:
     small = msgspec.structs.replace(FAST, model=Model(max_model_len=300))
     async with started(small, "decode") as (engine,):
-        ids = await engine.render(CHAT)
+        ids = (await engine.render(CHAT)).token_ids
         steps = await read(engine, "a", ids, CHAT | {"ignore_eos": True}, 1000)
         assert (len(ids) + len(tokens_of(steps)), steps[-1].finish_reason) == (300, "length")
         with pytest.raises(PromptTooLong):
@@ -376,7 +376,7 @@ async def main():
     told = json.load(sys.stdin)
     engine = SimulatedEngine(msgspec.convert(told["config"], Config), "decode")
     await engine.start()
-    ids = await engine.render(told["chat"])
+    ids = (await engine.render(told["chat"])).token_ids
     steps = [step async for step in engine.decode("a", ids, told["salt"], told["chat"], 100)]
     await engine.close()
     print(json.dumps({
@@ -393,7 +393,7 @@ asyncio.run(main())
 async def test_another_process_finds_the_kv_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TIER_VARIABLE, str(tmp_path / "lmcache"))
     async with started(FAST, "prefill", "decode") as (prefill, decode):
-        ids = await prefill.render(CHAT)
+        ids = (await prefill.render(CHAT)).token_ids
         await prefill.prefill("a", ids, SALT)
         told = msgspec.json.encode({"config": msgspec.to_builtins(FAST), "chat": CHAT, "salt": SALT})
         done = await anyio.run_process(

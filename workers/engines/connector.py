@@ -13,6 +13,9 @@ while the load still writes to them.
 So for such a request we do not ask vLLM to wait for a send, and we hide from it every send that we have not asked it to
 wait for. All of this is on the scheduler's side, after vLLM has merged the reports of its workers.
 
+And where vLLM wants nothing of a prompt from any cache, because it is asked for that prompt's logprobs, LMCache is not asked
+either: vLLM would ignore the answer, and what LMCache has locked for the load would stay locked.
+
 And it is told that nobody wants cache events. Where vLLM tells those of its own cache, the connector would add LMCache's: for
 every chunk a hash and all its tokens, and a second stream from the server.
 """
@@ -20,7 +23,7 @@ every chunk a hash and all its tokens, and a second stream from the server.
 import copy
 from typing import Any
 
-from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector, LMCacheMPRequestState
 
 
 class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no types
@@ -32,6 +35,14 @@ class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no t
         super().__init__(quiet, role, kv_cache_config)
         self._loading: set[str] = set()
         self._sending: set[str] = set()
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded; what is computed all the same is still stored."""
+        if request.skip_reading_prefix_cache:
+            self._get_or_create_request_tracker(request).state = LMCacheMPRequestState.BYPASS_LMCACHE
+            return 0, False
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """A request with tokens to load is loading from here until its worker reports it in `finished_recving`."""

@@ -106,6 +106,7 @@ def engine_arguments(config: Config, role: Role, model_path: str, events_at: Pat
         "prefix_caching_hash_algo": "sha256_cbor",  # the default pickles, which differs between versions of Python
         "disable_log_stats": True,
         "kv_transfer_config": connector(config, role),
+        "reasoning_parser": config.model.reasoning_parser,  # of which a grammar must know where reasoning ends
     }
     if config.telemetry.otlp_endpoint:
         arguments["otlp_traces_endpoint"] = config.telemetry.otlp_endpoint

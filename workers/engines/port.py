@@ -6,11 +6,14 @@ or to decode (load or recompute that KV, then generate). Two engines implement i
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
+from pipeline.protocol.pieces import Echo
 from pipeline.protocol.warmth import Batch
+
+NO_ECHO: Final = Echo()
 
 FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
@@ -31,9 +34,17 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
 
 
+class Rendered(msgspec.Struct, frozen=True):
+    """A prompt as the engine reads it, and the text of it that the reply is to begin with, where that is asked for."""
+
+    token_ids: list[int]
+    echo: str = ""
+
+
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt's KV is computed and stored. `cached_tokens` were found in HBM or LMCache, not computed.
 
+    `prompt_logprobs` (as in `Done`) and `echo_logprobs` (as in `Echo`) are what the request asks of its prompt.
     `generated_tokens` is what the engine made on the way, always 1 and thrown away: decode samples it anew. No engine says of a
     request which part came from where: `hbm_tokens` of the cached ones are those that its cache held by its own events.
     `wait_s` of its time it waited in the engine, for a place and for KV that was loaded; `store_s` went into storing, after
@@ -43,6 +54,8 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     generated_tokens: int
     hbm_tokens: int = 0
+    prompt_logprobs: str = ""
+    echo_logprobs: str = ""
     wait_s: float = 0.0
     store_s: float = 0.0
 
@@ -54,7 +67,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     `cached_tokens` of the prompt were loaded, not computed. `finish_reason` is set in the last step, which may have no tokens.
     `before` is set in the first step of a continued reply: the text that the tokens delivered before have given.
     `choice`: which of several replies goes on; each has its own last step, with its `stop_reason`: what string or token ended it.
-    `logprobs` and `message`: as `pipeline.protocol.pieces` has them.
+    `logprobs` and `message`: as `pipeline.protocol.pieces` has them. `reasoning_tokens` of a choice are told in its last step,
+    where a parser of reasoning counts them.
     `load_s` is set in the first step: so long KV was loaded, and a seat waited for, before anything was computed.
     """
 
@@ -67,6 +81,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     logprobs: str = ""
     message: str = ""
+    reasoning_tokens: int | None = None
     load_s: float = 0.0
 
 
@@ -102,17 +117,23 @@ class Engine(Protocol):
     async def warm_up(self) -> None:
         """Compute something small, so that the first request is not the slow one."""
 
-    async def render(self, chat: Mapping[str, Any]) -> list[int]:
-        """The chat's template applied and tokenised, once. `chat` is the request as sent.
+    async def render(self, chat: Mapping[str, Any]) -> Rendered:
+        """The chat's template applied, or a completion's prompt as it is, and tokenised, once. `chat` is the request as sent.
 
-        Raises `RequestError` where the template or the messages do not fit.
+        Raises `RequestError` where the template, the messages or the prompt do not fit.
         """
 
     async def prefill(
-        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any] | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> Prefilled:
         """Compute the prompt's KV with `max_tokens=1`. Returns when the KV is stored and any decode worker can load it.
 
+        Of a `chat` that asks for logprobs of the prompt, nothing of that is taken from a cache.
         `trace`: the trace context under which the engine's own spans hang, where it makes any.
 
         Raises `EngineFailed`, or `EngineDead` where the process must be restarted. Cancelling it aborts it.
@@ -126,10 +147,12 @@ class Engine(Protocol):
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        echo: Echo = NO_ECHO,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """Generate up to `max_tokens` after the prompt, under the sampling parameters of `chat`, which needs no messages.
 
+        Each reply begins with `echo`, which is none of its tokens.
         `delivered` tokens of this reply are with the receiver already, and count: the reply continues after them, its stop
         strings and half characters begun in them. Where they are the whole reply, there is one step, which says so.
 

@@ -18,9 +18,11 @@ from typing import Any, Final, cast
 import msgspec
 
 from pipeline.config import Config
-from pipeline.errors import EngineDead, EngineFailed, OperatorError
+from pipeline.errors import EngineDead, OperatorError, ReplyLost
+from pipeline.protocol.completions import prompt_logprobs
+from pipeline.protocol.pieces import Echo
 from workers.engines import launch
-from workers.engines.port import CacheEvents, EngineInfo, EngineUsage, FinishReason, Prefilled, Step
+from workers.engines.port import NO_ECHO, CacheEvents, EngineInfo, EngineUsage, Prefilled, Rendered, Step
 
 SALT: Final = re.compile(r"[0-9a-f]{1,128}")
 """LMCache allows 128 characters. One it does not allow ends the scheduler, so nothing but hex passes here."""
@@ -67,7 +69,8 @@ class VllmEngine:
         self._model_path = model_path
         self._usage = _Usage()
         self._engine: Any = None
-        self._chat: Any = None  # the module `vllm_chat`, once vLLM may be imported
+        self._chat: Any = None  # the modules `vllm_chat` and `vllm_completions`, once vLLM may be imported
+        self._completions: Any = None
         self._renderer: Any = None
         self._defaults: Mapping[str, Any] = {}  # sampling parameters that the model's generation_config.json sets
         self._info: EngineInfo | None = None
@@ -102,13 +105,14 @@ class VllmEngine:
 
     def _load(self) -> None:
         launch.apply_environment(self._config, self._role)
-        from workers.engines import vllm_chat, vllm_setup
+        from workers.engines import vllm_chat, vllm_completions, vllm_setup
 
-        self._chat = vllm_chat
+        self._chat, self._completions = vllm_chat, vllm_completions
         events_at = Path(self._events_at.name) if self._events_at else None
         self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage, events_at)
         self._info = vllm_setup.describe(self._engine, self._config, self._model_path)
-        self._renderer = vllm_chat.renderer(self._engine, self._config.model.tool_parser)
+        model = self._config.model
+        self._renderer = vllm_chat.renderer(self._engine, model.tool_parser, model.reasoning_parser)
         self._defaults = self._engine.model_config.get_diff_sampling_param()
 
     def _listen(self) -> None:
@@ -136,12 +140,22 @@ class VllmEngine:
         await self._engine.reset_prefix_cache()  # so that the second time it must load
         await self.prefill(f"warm-up-{salt}-1", tokens, salt)
 
-    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+    def _kind(self, chat: Mapping[str, Any]) -> Any:
+        """The module that knows vLLM's words for such a request."""
+        return self._completions if chat.get("type") == "completion" else self._chat
+
+    async def render(self, chat: Mapping[str, Any]) -> Rendered:
         """vLLM's own template code and tokeniser, in its thread. Raises `RequestError`."""
-        return cast("list[int]", await self._chat.render(self._engine, self._renderer, chat, self._defaults))
+        rendered = await self._kind(chat).render(self._engine, self._renderer, chat, self._defaults)
+        return cast("Rendered", rendered)
 
     async def prefill(
-        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any] | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> Prefilled:
         """Compute and store. Raises `EngineFailed`, `EngineDead`, or `RequestError` for tokens that cannot be a prompt.
 
@@ -150,15 +164,21 @@ class VllmEngine:
         of this request), and this method to wait for it. That is not built, because it cannot be tried on CPU: until
         then a decode engine on GPU may look too early, and computes the chunks that it does not find.
         """
-        cached = generated = 0
-        wait_s = 0.0
-        sampling = self._chat.prefill_sampling()
-        async with aclosing(self._generate(key, token_ids, salt, sampling, None, trace=trace)) as outputs:
+        asked = prompt_logprobs(chat) if chat is not None else None
+        parameters = self._chat.prefill_sampling(asked)
+        async with aclosing(self._generate(key, token_ids, salt, parameters, {}, trace=trace)) as outputs:
             async for output in outputs:
-                cached = output.num_cached_tokens or 0
-                generated = len(output.outputs[0].token_ids)
-                wait_s = _waited_s(output)
-        return Prefilled(cached_tokens=cached, generated_tokens=generated, wait_s=wait_s)
+                last = output
+        told = ("", "")
+        if chat is not None and asked is not None:
+            told = self._kind(chat).told_of_prompt(self._engine, chat, token_ids, last.prompt_logprobs)
+        return Prefilled(
+            cached_tokens=last.num_cached_tokens or 0,
+            generated_tokens=len(last.outputs[0].token_ids),
+            prompt_logprobs=told[0],
+            echo_logprobs=told[1],
+            wait_s=_waited_s(last),
+        )
 
     async def decode(
         self,
@@ -168,36 +188,30 @@ class VllmEngine:
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        echo: Echo = NO_ECHO,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """Generate. A step may be several of the engine's, where the caller is slower than it.
 
         Raises as `prefill`, and `RequestError` for sampling parameters that vLLM refuses.
         """
-        request, parameters, reasoning_ended = self._chat.sampling(self._renderer, chat, max_tokens, self._defaults)
+        kind, streamed = self._kind(chat), bool(chat.get("stream"))
+        how = kind.sampling(self._renderer, chat, token_ids, max_tokens, self._defaults)
+        said = kind.Said(self._engine, self._renderer, how.request, token_ids, echo, streamed=streamed)
         if delivered:
-            async with aclosing(self._continue(key, token_ids, salt, parameters, delivered, trace)) as steps:
+            if said.is_parsed and streamed:
+                raise ReplyLost("A worker was lost, and a parser has read a part of its reply: send it again.")
+            async with aclosing(self._continue(key, token_ids, salt, how.parameters, delivered, said, trace)) as steps:
                 async for step in steps:
                     yield step
             return
-        said = self._chat.Said(self._engine, self._renderer, request, token_ids, streamed=bool(chat.get("stream")))
         priority = int(chat.get("priority") or 0)  # which a scheduler heeds whose policy it is: see `extra`
-        outputs_of = self._generate(key, token_ids, salt, parameters, reasoning_ended, priority, trace)
+        outputs_of = self._generate(key, token_ids, salt, how.parameters, how.arguments, priority, trace)
         async with aclosing(outputs_of) as outputs:
             async for output in outputs:
                 for choice in output.outputs:
-                    message, reason = await said.message(choice, _finish_reason(choice.finish_reason))
-                    yield Step(
-                        token_ids=list(choice.token_ids),
-                        text=choice.text,
-                        cached_tokens=output.num_cached_tokens or 0,
-                        finish_reason=reason,
-                        choice=choice.index,
-                        stop_reason=choice.stop_reason,
-                        logprobs=said.logprobs(choice),
-                        message=message,
-                        load_s=_waited_s(output),
-                    )
+                    step = await said.step(choice, output.num_cached_tokens or 0)
+                    yield msgspec.structs.replace(step, load_s=_waited_s(output))
 
     async def _continue(
         self,
@@ -206,6 +220,7 @@ class VllmEngine:
         salt: str,
         parameters: Any,
         delivered: Sequence[int],
+        said: Any,
         trace: Mapping[str, str] | None,
     ) -> AsyncGenerator[Step, None]:
         """The rest of a reply of which `delivered` has been sent. See `vllm_resume`."""
@@ -213,15 +228,17 @@ class VllmEngine:
 
         rest = Continuation(self._engine, token_ids, parameters, delivered)
         if rest.over is not None:
-            yield rest.nothing_left()
+            yield await said.continued(rest.nothing_left(), delivered)
             return
-        prompt = [*token_ids, *delivered]
-        async with aclosing(self._generate(key, prompt, salt, rest.parameters(), None, trace=trace)) as outputs:
+        prompt, unread = [*token_ids, *delivered], delivered
+        async with aclosing(self._generate(key, prompt, salt, rest.parameters(), {}, trace=trace)) as outputs:
             async for output in outputs:
                 choice = output.outputs[0]
-                reason = _finish_reason(choice.finish_reason)
+                reason = self._chat.finish_reason(choice.finish_reason)
                 step = rest.step(list(choice.token_ids), reason, output.num_cached_tokens or 0, choice.stop_reason)
-                yield msgspec.structs.replace(step, load_s=_waited_s(output))
+                step = msgspec.structs.replace(step, load_s=_waited_s(output))
+                yield await said.continued(step, unread)
+                unread = ()
                 if step.finish_reason is not None:
                     return
 
@@ -231,7 +248,7 @@ class VllmEngine:
         token_ids: Sequence[int],
         salt: str,
         parameters: Any,
-        reasoning_ended: bool | None,
+        arguments: Mapping[str, Any],
         priority: int = 0,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Any, None]:
@@ -239,12 +256,7 @@ class VllmEngine:
         assert SALT.fullmatch(salt), "a salt is hex"
         prompt = {"type": "token", "prompt_token_ids": list(token_ids), "cache_salt": salt}
         outputs = self._engine.generate(
-            prompt,
-            parameters,
-            key,
-            reasoning_ended=reasoning_ended,
-            priority=priority,
-            trace_headers=self._traced(trace),
+            prompt, parameters, key, priority=priority, trace_headers=self._traced(trace), **arguments
         )
         async with aclosing(outputs):
             try:
@@ -286,12 +298,3 @@ def _waited_s(output: Any) -> float:
     """From vLLM's queue to the first step in which something was computed: loading KV, and waiting for a seat."""
     times = output.metrics
     return max(0.0, times.scheduled_ts - times.queued_ts) if times is not None and times.queued_ts else 0.0
-
-
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    """vLLM's reason in ours. Raises `EngineFailed` for "error", after which no more comes."""
-    if reason == "error":
-        raise EngineFailed("The engine gave the request up.")
-    if reason == "repetition":  # the client asked to stop there
-        return "stop"
-    return cast("FinishReason | None", reason)

@@ -21,8 +21,9 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pipeline.config import Config
-from pipeline.errors import EngineDead, OperatorError, PromptTooLong
-from workers.engines.port import EngineInfo, EngineUsage, Prefilled, Step
+from pipeline.errors import EngineDead, InvalidField, OperatorError, PromptTooLong
+from pipeline.protocol.pieces import Echo
+from workers.engines.port import NO_ECHO, EngineInfo, EngineUsage, Prefilled, Rendered, Step
 from workers.engines.simulated.blocks import names_of, root_of
 from workers.engines.simulated.cache_log import CacheFaults, CacheLog
 from workers.engines.simulated.mailbox import Alarm, Mailbox
@@ -131,15 +132,20 @@ class SimulatedEngine:
         finally:
             self._forget(job)
 
-    async def render(self, chat: Mapping[str, Any]) -> list[int]:
-        """See `words.py`. Raises `InvalidField` for messages or parameters that do not fit, `PromptTooLong`."""
+    async def render(self, chat: Mapping[str, Any]) -> Rendered:
+        """See `words.py`. Raises `InvalidField` for a prompt or parameters that do not fit, `PromptTooLong`."""
         sampling_of(chat)
         token_ids = prompt_of(chat)
         self._check_length(len(token_ids))
-        return token_ids
+        return Rendered(token_ids, _echo_of(chat))
 
     async def prefill(
-        self, key: str, token_ids: Sequence[int], salt: str, trace: Mapping[str, str] | None = None
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any] | None = None,
+        trace: Mapping[str, str] | None = None,
     ) -> Prefilled:
         """See `Engine`; it makes no spans. The KV is in the tier when this returns."""
         self._check_length(len(token_ids))
@@ -159,6 +165,7 @@ class SimulatedEngine:
         chat: Mapping[str, Any],
         max_tokens: int,
         delivered: Sequence[int] = (),
+        echo: Echo = NO_ECHO,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """See `Engine`."""
@@ -169,11 +176,15 @@ class SimulatedEngine:
             yield Step(token_ids=(), text="", cached_tokens=0, finish_reason=first.over, before=first.before)
             return
         before, unended = first.before, len(jobs)
+        unbegun = dict.fromkeys(range(len(jobs)), echo.text)
         mailbox = self._submit(*jobs)
         try:
             while unended:
                 step = await mailbox.step()
-                yield msgspec.structs.replace(step, before=before) if before else step
+                begins = unbegun.pop(step.choice, "")
+                if before or begins:
+                    step = msgspec.structs.replace(step, before=before, text=begins + step.text)
+                yield step
                 before = ""
                 unended -= step.finish_reason is not None
         finally:
@@ -345,6 +356,15 @@ class SimulatedEngine:
             return True
         simulated = self._config.simulated
         return _drawn(simulated.seed, f"{work}/{key}") < simulated.failure_ratio * 2**64
+
+
+def _echo_of(chat: Mapping[str, Any]) -> str:
+    """A completion's own text, where it is to be echoed. Of tokens there is none, and a chat ends with no turn of ours."""
+    if chat.get("type") != "completion" or not chat.get("echo"):
+        return ""
+    if not isinstance(chat["prompt"], str):
+        raise InvalidField("echo: the simulated engine cannot turn token ids into text.", param="echo")
+    return str(chat["prompt"])
 
 
 def _drawn(seed: int, what: str) -> int:

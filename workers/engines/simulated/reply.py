@@ -64,6 +64,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 _NEED_A_MODEL: Final[Mapping[str, tuple[Any, ...]]] = {
     "logprobs": (False,),
+    "prompt_logprobs": (),
     "tools": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
@@ -77,7 +78,8 @@ def sampling_of(chat: Mapping[str, Any]) -> Sampling:
     Raises `InvalidField` where a parameter has the wrong type, or asks for what needs a model. An explicit null is the default.
     """
     for name, harmless in _NEED_A_MODEL.items():
-        if chat.get(name) not in (None, *harmless):
+        value = chat.get(name)
+        if value is not None and not any(value == one and type(value) is type(one) for one in harmless):
             raise InvalidField(f"The simulated engine has no {name}: it only models time.", param=name)
     given = {name: chat[name] for name in Sampling.__struct_fields__ if chat.get(name) is not None}
     try:

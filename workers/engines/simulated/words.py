@@ -8,6 +8,8 @@ The template is that of SmolLM2, in special ids:
 
     START role NEWLINE content… END NEWLINE   for each message
     START assistant NEWLINE                   for the reply
+
+A completion's prompt has no template.
 """
 
 import re
@@ -55,7 +57,10 @@ _remembered = lru_cache(maxsize=TEXTS_REMEMBERED)(tokenise)
 
 
 def prompt_of(chat: Mapping[str, Any]) -> list[int]:
-    """The chat's messages under the template. Raises `InvalidField` where they do not fit it."""
+    """The chat's messages under the template, or a completion's prompt. Raises `InvalidField` where they do not fit."""
+    if chat.get("type") == "completion":
+        prompt = chat["prompt"]
+        return _remembered(prompt).tolist() if isinstance(prompt, str) else _checked(prompt)
     try:
         conversation = msgspec.convert({"messages": chat.get("messages")}, _Conversation)
     except msgspec.ValidationError as error:
@@ -71,6 +76,12 @@ def prompt_of(chat: Mapping[str, Any]) -> list[int]:
         ids.extend((END, NEWLINE))
     ids.extend((START, ROLES["assistant"], NEWLINE))
     return ids.tolist()
+
+
+def _checked(ids: list[int]) -> list[int]:
+    if max(ids) >= PIECE_FIRST + PIECES:
+        raise InvalidField(f"prompt: the simulated engine has no token {max(ids)}.", param="prompt")
+    return ids
 
 
 def _text_of(message: Message) -> str:

@@ -1,13 +1,13 @@
-"""Tool calls, read from a reply's text by vLLM's own parsers. Imports vLLM.
+"""Tool calls and reasoning, read from a reply's text by vLLM's own parsers. Imports vLLM.
 
 A parser has state, so each choice has one of its own. Streamed replies become OpenAI's deltas, step by step; others one message,
 at their end, which vLLM reads from the whole text and not from the deltas.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionNamedToolChoiceParam
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -16,43 +16,69 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from workers.engines.port import FinishReason
 
+NOTHING_YET: Final = "{}"
+"""The delta of tokens that mean nothing by themselves. It says that a parser is at work, too: the text is not the message."""
+
 
 def wanted(online: Any, request: Any) -> bool:
-    """Whether calls are to be looked for: there are tools, they may be called, and a parser is named."""
-    return online.parser is not None and bool(request.tools) and request.tool_choice != "none"
+    """Whether a reply is more than its text: it may reason, or call tools, or must not show what a parser would hide."""
+    if online.parser is None:
+        return False
+    calls = bool(request.tools) and request.tool_choice != "none"
+    return calls or online.parser.reasoning_parser_cls is not None or not request.include_reasoning
 
 
 def adjust(online: Any, request: Any) -> Any:
-    """The request as the renderer leaves it where tools may be called: `required` becomes a grammar, for one."""
-    return _parser(online, request).adjust_request(request=request) if wanted(online, request) else request
+    """The request as the renderer leaves it where a parser reads the reply: `required` becomes a grammar, for one."""
+    return parser_of(online, request).adjust_request(request=request) if wanted(online, request) else request
 
 
-def _parser(online: Any, request: Any) -> Any:
-    parameters = request.build_chat_params(online.chat_template, online.chat_template_content_format)
-    arguments = parameters.with_defaults(online.default_chat_template_kwargs).chat_template_kwargs
+def engine_arguments(online: Any, request: Any, prompt: Sequence[int]) -> dict[str, Any]:
+    """What vLLM's engine is told of reasoning: a grammar holds from where it has ended."""
+    parser = parser_of(online, request) if wanted(online, request) else None
+    reasons = parser is not None and parser.reasoning_parser is not None
+    return {
+        "reasoning_ended": request.resolve_reasoning_ended(parser, list(prompt)),
+        "reasoning_parser_kwargs": {"chat_template_kwargs": online.effective_chat_template_kwargs(request)}
+        if reasons
+        else None,
+    }
+
+
+def parser_of(online: Any, request: Any) -> Any:
+    """A parser for one choice, or for looking at the request."""
+    arguments = online.effective_chat_template_kwargs(request)
     tokenizer = online.renderer.tokenizer
     return online.parser(tokenizer, request.tools, chat_template_kwargs=arguments, model_config=online.model_config)
 
 
-class Calls:
-    """One choice's message, as far as it has come. `prompt` are its token ids."""
+class Parsed:
+    """One choice's message, as far as it has come. `prompt` are its token ids; `echo` is what its content begins with."""
 
-    def __init__(self, online: Any, request: Any, prompt: Sequence[int], *, streamed: bool) -> None:
+    def __init__(self, online: Any, request: Any, prompt: Sequence[int], echo: str, *, streamed: bool) -> None:
         self._online = online
         self._request = request
         self._prompt = list(prompt)
+        self._echo = echo
         self._streamed = streamed
-        self._parser = _parser(online, request)
+        self._parser = parser_of(online, request)
         self._called = False
         self._text = ""
         self._ids: list[int] = []
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """How many of its tokens so far were reasoning; None where no parser of reasoning is named."""
+        if self._parser.reasoning_parser is None:
+            return None
+        return int(self._parser.count_reasoning_tokens(tuple(self._ids)))
+
     async def read(self, output: Any, reason: FinishReason | None) -> tuple[str, Any]:
         """What a step adds: deltas or at the end the message, as `Step` carries it, and the reason as OpenAI has it."""
+        self._ids += output.token_ids
         if self._streamed:
             return self._delta(output, reason)
         self._text += output.text
-        self._ids += output.token_ids
         return ("", None) if reason is None else await self._message(output)
 
     def _delta(self, output: Any, reason: FinishReason | None) -> tuple[str, Any]:
@@ -67,7 +93,9 @@ class Calls:
             self._called |= bool(delta.tool_calls)
             delta = maybe_filter_parallel_tool_calls(delta, self._request)
         named = isinstance(self._request.tool_choice, ChatCompletionNamedToolChoiceParam)
-        said = "" if delta is None else delta.model_dump_json(exclude_unset=True)
+        said = NOTHING_YET if delta is None else delta.model_dump_json(exclude_unset=True)
+        if self._echo:
+            said, self._echo = f"{json.dumps({'content': self._echo})},{said}", ""
         return said, "tool_calls" if self._called and not named and reason == "stop" else reason
 
     async def _message(self, last: Any) -> tuple[str, Any]:
@@ -89,8 +117,10 @@ class Calls:
             self._parser,
         )
         (choice,) = response.choices
-        message: Mapping[str, Any] = choice.message.model_dump(exclude_none=True)
-        return json.dumps({"content": None} | dict(message)), choice.finish_reason
+        message = {"content": None} | choice.message.model_dump(exclude_none=True)
+        if self._request.echo:
+            message["content"] = self._echo + (message["content"] or "")
+        return json.dumps(message), choice.finish_reason
 
 
 def _serving(online: Any) -> Any:
