@@ -16,12 +16,14 @@ import typer
 from pipeline.cli import (
     OPERATOR_EXIT,
     bench,
+    calibrate,
     chaos,
     chat,
     dlq,
     doctor,
     key,
     persona,
+    plan,
     record,
     schema,
     shards,
@@ -108,6 +110,8 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "shards", shards.shards
     yield "dlq", dlq.app
     yield "chaos", chaos.chaos
+    yield "plan", plan.plan
+    yield "calibrate", calibrate.calibrate
     yield "simulate", simulate.simulate
     for entry in importlib.metadata.entry_points(group=GROUP):
         yield entry.name, entry.load()
