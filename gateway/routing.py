@@ -23,10 +23,11 @@ from pipeline.bus.errors import ApiError, BusError
 from pipeline.bus.kv import Bucket
 from pipeline.limits import BALANCE_PERIOD_S, RATES_SAID_MAX, ROUTES_RELOAD_S, WARM_UP_TIMEOUT_S
 from pipeline.protocol import placement, routes, subjects
-from pipeline.protocol.messages import Prefix, WantPrefix, WarmUp, encode, prefix_decoder, warmed_up_decoder
+from pipeline.protocol.messages import encode
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.routes import Balancer, Change, Rates, Route, Worker
 from pipeline.protocol.subjects import Shard
+from pipeline.protocol.warm_messages import Prefix, WantPrefix, WarmUp, prefix_decoder, warmed_up_decoder
 from pipeline.telemetry import logs, metrics
 
 BUCKET: Final = "routes"

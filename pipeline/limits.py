@@ -199,6 +199,9 @@ LETTER_TIMEOUT_S: Final = 1.0
 DELIVERIES_MAX: Final = 1000
 """`max_deliver` of the consumers. Deliveries are not failures: a pull that dies with its worker counts as one."""
 
+ORDERS_WAITING_MAX: Final = 16
+"""Orders that wait for a worker to obey the one before: operators are few. Beyond it they go unanswered."""
+
 DRAIN_S: Final = 20.0
 """A worker that is told to stop gives its running requests this long, then lets go of them."""
 

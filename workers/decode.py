@@ -79,6 +79,7 @@ class DecodeWorker:
         self.bus, self.engine, self.config, self.me = bus, engine, config, me
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
+        self.paused = False
         self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, seats=config.decode.slots)
         self.desk = Desk(
             bus=bus,
@@ -114,10 +115,28 @@ class DecodeWorker:
                 self._publish(self.ledger.tick(self.clock()))
                 self._measure()
 
+    async def pause(self) -> None:
+        """Promise nothing new. What has been promised is served."""
+        self.paused = True
+        self._publish(self.ledger.close())
+
+    async def resume(self) -> None:
+        """Promise again."""
+        self.paused = False
+        self.ledger.reopen()
+
     async def drain(self) -> None:
-        """Promise nothing new, and let what runs finish. The caller sets the bound."""
-        self.ledger.draining = True
+        """Promise nothing new, and let what was promised and what runs finish. The caller sets the bound."""
+        self.paused = False
+        self._publish(self.ledger.close())
+        while not self.ledger.idle:  # a grant ends by its handoff, or by the asker's silence
+            await anyio.sleep(REPEAT_PERIOD_S / 4)
         await self._jobs.drained()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that it works on, or has promised to."""
+        return self.ledger.count(GrantState.GRANTED) + len(self._jobs)
 
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
@@ -131,7 +150,8 @@ class DecodeWorker:
             id=self.me.id,
             epoch=self.me.epoch,
             ready=self.ready,
-            draining=self.ledger.draining,
+            draining=not (self.ledger.open or self.paused),
+            paused=self.paused,
             load=1.0 - self.ledger.free / self.ledger.blocks,
             blocks=self.ledger.blocks,
             blocks_free=max(0, self.ledger.free - self.ledger.reserve),
@@ -183,7 +203,9 @@ class DecodeWorker:
         if job.ended_by in _TRACED and job.outbox.length:
             self._recorded.tell(job.handoff, job.outbox.length)
         if isinstance(job.error, EngineDead):
-            self.ledger.draining = True  # until the health check ends this process: what came here would only come back
+            self._publish(
+                self.ledger.close()
+            )  # until the health check ends this process: what came here would only come back
 
     def _publish(self, verdicts: Verdicts) -> None:
         for subject, verdict in verdicts:

@@ -75,6 +75,7 @@ class PrefillWorker:
         self.slots = Slots(config.prefill.slots)
         self.queued_tokens = 0
         self.ready = False
+        self.paused = False
         self.served = Served()
         self.warmth = Warmth(bus, engine, me, self.clock)
         self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, lambda: self.slots.load, self._account)
@@ -133,13 +134,34 @@ class PrefillWorker:
             self._tasks.start_soon(self._give_back_surplus)
             await self._keep_ranks()
 
+    async def pause(self) -> None:
+        """Take nothing new, and give back what only waits."""
+        self.paused = True
+        await self._close()
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        self.paused = False
+        self.slots.reopen()
+        await self._puller.start()
+        self._offer()
+
     async def drain(self) -> None:
         """Take nothing new, give back what only waits, and let what runs finish. The caller sets the bound."""
+        self.paused = False
+        await self._close()
+        await self._jobs.drained()
+
+    async def _close(self) -> None:
         self.slots.close()
         await self._puller.stop()
         self._notice_standstill(self.clock())
         await self._return_surplus()
-        await self._jobs.drained()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that it works on."""
+        return len(self._jobs)
 
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
@@ -153,7 +175,8 @@ class PrefillWorker:
             id=self.me.id,
             epoch=self.me.epoch,
             ready=self.ready,
-            draining=not self.slots.open,
+            draining=not (self.slots.open or self.paused),
+            paused=self.paused,
             load=self.slots.load,
             slots=self.slots.capacity,
             slots_free=self.slots.free,

@@ -27,6 +27,7 @@ from pipeline.protocol.presence import Presences
 from pipeline.protocol.subjects import CLASSES
 from pipeline.protocol.turns import TURNS
 from pipeline.telemetry import metrics
+from workers.control import Control
 from workers.decode import DecodeWorker
 from workers.engines.port import Engine
 from workers.identity import new_identity
@@ -105,6 +106,9 @@ class _Process:
             else DecodeWorker(bus, self.engine, self.config, me, presences, self._leases)
         )
         self._tasks.start_soon(self._watch_engine)
+        self._tasks.start_soon(
+            Control(bus, (self.role, self.worker_id), loop, lambda: self._draining, self._begin_drain).run
+        )
         self._tasks.start_soon(_measure_lag)
         self._announcer = Announcer(bus, lambda: _told(loop.presence(), bus))
         watcher = Watcher(bus, presences, outside.monotonic_s)
@@ -125,8 +129,13 @@ class _Process:
                 if self.loop is None or self._draining:
                     self._tasks.cancel_scope.cancel()
                     return
-                self._draining = True
-                self._tasks.start_soon(self._drain, self.loop)
+                self._begin_drain()
+
+    def _begin_drain(self) -> None:
+        """By a signal, or by an operator's order."""
+        assert self.loop is not None
+        self._draining = True
+        self._tasks.start_soon(self._drain, self.loop)
 
     async def _drain(self, loop: Loop) -> None:
         log.info("draining")

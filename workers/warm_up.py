@@ -16,16 +16,10 @@ from pipeline.bus.errors import BusError
 from pipeline.errors import ReplyError
 from pipeline.limits import SPILL_LOAD, WARM_UPS_WAITING_MAX
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import (
-    WantPrefix,
-    WarmedUp,
-    WarmUp,
-    encode,
-    prefill_decoder,
-    unpack_ids,
-)
+from pipeline.protocol.messages import encode, unpack_ids
 from pipeline.protocol.prefixes import Prefixes
 from pipeline.protocol.served import ShardsServed
+from pipeline.protocol.warm_messages import WantPrefix, WarmedUp, WarmUp, prefill_decoder
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine
 

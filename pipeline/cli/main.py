@@ -19,6 +19,7 @@ from pipeline.cli import (
     calibrate,
     chaos,
     chat,
+    control,
     dlq,
     doctor,
     key,
@@ -45,6 +46,10 @@ ORDER: Final = (
     "keeper",
     "streams",
     "doctor",
+    "workers",
+    "drain",
+    "pause",
+    "resume",
     "credits",
     "shards",
     "dlq",
@@ -106,6 +111,10 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "schema", schema.schema
     yield "persona", persona.app
     yield "doctor", doctor.doctor
+    yield "workers", control.workers
+    yield "drain", control.drain
+    yield "pause", control.pause
+    yield "resume", control.resume
     yield "credits", books.show
     yield "shards", shards.shards
     yield "dlq", dlq.app

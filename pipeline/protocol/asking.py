@@ -138,9 +138,7 @@ class Asking:
         Where all have been silent they are asked again, but not at once: a restarted broker knows nobody for a moment.
         """
         asked = {entry.decode for entry in self._asked.values()} | self._never.keys()
-        candidates = [
-            presence for presence in live if presence.ready and not presence.draining and presence.id not in asked
-        ]
+        candidates = [presence for presence in live if presence.takes and presence.id not in asked]
         if self._asked:
             candidates = [presence for presence in candidates if presence.blocks_free >= self.blocks]
         heard = [presence for presence in candidates if presence.id not in self._silent]

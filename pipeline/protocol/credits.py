@@ -112,7 +112,7 @@ class Ledger:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()
-        self.draining = False
+        self.open = True
         self.disagreements = 0
         self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
         self._replies_s: deque[float] = deque(maxlen=REPLIES_REMEMBERED)
@@ -184,6 +184,24 @@ class Ledger:
                 self._drop(ask_id)
         return self._grant(now_s)
 
+    def close(self) -> Verdicts:
+        """Grant nothing any more. Who waits is told, and asks elsewhere; what is granted stays so."""
+        self.open = False
+        waiting = [entry.ask for entry in self._waiting.values()]
+        for ask in waiting:
+            self._drop(ask.ask)
+        self.totals.refused += len(waiting)
+        return [self._refused(ask, "takes nothing new") for ask in waiting]
+
+    def reopen(self) -> None:
+        """Grant again."""
+        self.open = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is granted or consumed."""
+        return not self._outstanding
+
     def count(self, state: GrantState) -> int:
         """Asks that are in this state now."""
         return sum(entry.state is state for entry in self._entries.values())
@@ -238,8 +256,8 @@ class Ledger:
     def _refusal(self, ask: Ask) -> str:
         if ask.blocks > self.blocks - self.reserve:
             return f"needs {ask.blocks} KV blocks, and no request may hold more than {self.blocks - self.reserve}"
-        if self.draining:
-            return "draining"
+        if not self.open:
+            return "takes nothing new"
         if len(self._waiting) >= ASKS_WAITING_MAX:
             return "too many asks wait"
         return ""

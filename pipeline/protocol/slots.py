@@ -223,6 +223,10 @@ class Slots:
         """Offer nothing any more."""
         self.open = False
 
+    def reopen(self) -> None:
+        """Offer again."""
+        self.open = True
+
     def offers(self, now_s: float) -> list[Offer]:
         """The pulls to add now; remembers them as standing."""
         self.spilling = placement.spills(self.load, self.spilling)

@@ -6,7 +6,7 @@ that no id can widen a subject, hit another's, or name a wildcard.
 
     requests.in.<class>.<affinity>.<creator>          what producers and gateways publish
     requests.shard.<n>.<class>.<affinity>.<creator>   what the stream stores: n = partition(affinity)
-    credit.<decode>   handoff.<decode>   holder.<worker>   control.cancel.<request>
+    credit.<decode>   handoff.<decode>   holder.<worker>   control.cancel.<request>   control.worker.<worker>
     presence.<role>.<id>   dlq.<reason>.<class>
     trace.ask   trace.record.<recorder>
     turns.<creator>.<conversation>   chat.sent.<creator>.<conversation>
@@ -177,6 +177,11 @@ def cancel(request: str) -> str:
 def cancel_any() -> str:
     """What hears of every cancelled request."""
     return "control.cancel.*"
+
+
+def control(worker: str) -> str:
+    """Where a worker takes an operator's orders."""
+    return f"control.worker.{worker}"
 
 
 def presence(role: str, process: str) -> str:

@@ -77,7 +77,7 @@ def test_what_can_never_fit_is_refused_for_good() -> None:
     assert "90" in verdict.reason
 
 
-def test_a_full_waiting_list_and_a_draining_worker_refuse_for_now() -> None:
+def test_a_full_waiting_list_and_a_closed_ledger_refuse_for_now() -> None:
     book = ledger()
     book.ask(ask("a", 90), 0.0, FAR_S)
     for number in range(ASKS_WAITING_MAX):
@@ -85,8 +85,24 @@ def test_a_full_waiting_list_and_a_draining_worker_refuse_for_now() -> None:
     [(_, verdict)] = book.ask(ask("late"), 0.0, FAR_S)
     assert (verdict.state, verdict.never) == ("refused", False)
     book = ledger()
-    book.draining = True
+    book.close()
     assert states(book.ask(ask("a"), 0.0, FAR_S)) == {"a": "refused"}
+
+
+def test_who_waits_where_nothing_is_granted_any_more_is_told_and_what_is_granted_stays() -> None:
+    book = ledger()
+    book.ask(ask("a", 90), 0.0, FAR_S)
+    book.ask(ask("b", 5), 0.0, FAR_S)
+    [(subject, verdict)] = book.close()
+    assert (subject, verdict.state, verdict.never) == ("inbox.b", "refused", False)
+    assert book.totals.refused == 1
+    idle = [book.idle]
+    assert book.consume("a", "e1", 0.0) is Consumption.FRESH
+    assert book.release("a", 1.0, whole=True) == []
+    assert [*idle, book.idle] == [False, True]
+    book.check()
+    book.reopen()
+    assert states(book.ask(ask("b", 5), 1.0, FAR_S)) == {"b": "granted"}
 
 
 def test_a_grant_is_spent_once_and_a_repeated_handoff_is_recognised() -> None:

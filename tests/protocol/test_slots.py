@@ -243,6 +243,16 @@ def test_a_closed_worker_takes_nothing_and_gives_back_what_it_holds() -> None:
     assert made.free == 1
 
 
+def test_a_worker_that_is_opened_again_offers_what_it_has_free() -> None:
+    made = slots(1)
+    made.close()
+    for shard in (OWN, ALSO, FOREIGN):
+        made.ended(shard, 1)
+    assert made.offers(0.0) == []
+    made.reopen()
+    assert {offer.shard for offer in made.offers(0.0)} == {OWN, ALSO, FOREIGN}
+
+
 class SlotsMachine(RuleBasedStateMachine):
     """A broker with a few shards, against the slots: no overcommitment, nothing lost, no free slot beside a backlog."""
 

@@ -19,6 +19,7 @@ from pipeline.protocol import subjects
 from pipeline.protocol.messages import Cancel, Done, Failed, Tokens, claim_decoder, encode, frames_decoder, unpack_ids
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.reply import Receiver
+from workers.control import Control
 from workers.decode import DecodeWorker
 from workers.engines.simulated import SimulatedEngine
 from workers.identity import new_identity
@@ -51,6 +52,16 @@ class Running(msgspec.Struct):
     engine: SimulatedEngine
     bus: Bus
     scope: anyio.CancelScope
+    leaves: bool = False
+
+    def leave(self, tasks: anyio.abc.TaskGroup) -> None:
+        """As a process does that is told to drain."""
+        self.leaves = True
+        tasks.start_soon(self._drain)
+
+    async def _drain(self) -> None:
+        await self.loop.drain()
+        self.scope.cancel()
 
 
 class Reply(msgspec.Struct):
@@ -119,9 +130,12 @@ class Fleet:
             await watcher.start()
             await announcer.start()
             with anyio.CancelScope() as scope:
-                self.workers[name] = Running(loop, engine, bus, scope)
-                started.set()
-                await loop.run()
+                async with anyio.create_task_group() as tasks:
+                    running = self.workers[name] = Running(loop, engine, bus, scope)
+                    control = Control(bus, (role, name), loop, lambda: running.leaves, lambda: running.leave(tasks))
+                    tasks.start_soon(control.run)
+                    started.set()
+                    await loop.run()
             with anyio.CancelScope(shield=True):
                 await announcer.stop()
                 await watcher.stop()
