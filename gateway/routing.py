@@ -21,7 +21,7 @@ from gateway.warm import Warm
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import ApiError, BusError
 from pipeline.bus.kv import Bucket
-from pipeline.limits import BALANCE_PERIOD_S, RATES_SAID_MAX, ROUTES_RELOAD_S, WARM_UP_TIMEOUT_S
+from pipeline.limits import BALANCE_PERIOD_S, RATES_SAID_MAX, ROUTES_RELOAD_S, SPILL_LOAD, WARM_UP_TIMEOUT_S
 from pipeline.protocol import placement, routes, subjects
 from pipeline.protocol.messages import encode
 from pipeline.protocol.presence import Presences
@@ -47,6 +47,7 @@ class Routing:
         self.rates = Rates()
         self.balancer = Balancer()
         self.routes: dict[str, Route] = {}
+        self.spill_load = SPILL_LOAD
         self._bus, self._presences, self._process = bus, presences, process
         self._shards = shards
         self._clock = clock

@@ -1,18 +1,21 @@
 """Typed configuration: defaults, then a TOML file, then the environment (`HEADRACE__GATEWAY__PORT=8080`).
 
-Unknown names are errors, and every error names its place: ``$.gateway.port``.
+Unknown names are errors, and every error names its place: ``$.gateway.port``. What operators change while processes run lies
+over all of it: see `pipeline.protocol.settings`.
 """
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from pipeline.errors import OperatorError
+from pipeline.limits import RESERVE_RATIO, SPILL_BACK_LOAD, SPILL_LOAD
 from pipeline.protocol.keys import Key
+from pipeline.protocol.settings import Number, Source
 
 ENV_PREFIX: Final = "HEADRACE__"
 
@@ -131,6 +134,23 @@ class Engine(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     extra: Mapping[str, Any] = {}
 
 
+class Placement(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a prefill worker leaves its work to others: from one load on, until it is under the other."""
+
+    spill_load: Ratio = SPILL_LOAD
+    spill_back_load: Annotated[float, msgspec.Meta(ge=0, lt=1)] = SPILL_BACK_LOAD
+
+    def __post_init__(self) -> None:
+        if self.spill_back_load >= self.spill_load:
+            raise ValueError("spill_back_load must be less than spill_load")
+
+
+class Credits(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What decode workers promise. `reserve_ratio` of their blocks is never granted."""
+
+    reserve_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = RESERVE_RATIO
+
+
 class LMCache(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store of a host, through which prefill hands over to decode."""
 
@@ -194,6 +214,8 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Model = Model()
     prefill: Engine = Engine()
     decode: Engine = Engine(slots=16)
+    placement: Placement = Placement()
+    credits: Credits = Credits()
     lmcache: LMCache = LMCache()
     metrics: Metrics = Metrics()
     simulated: Simulated = Simulated()
@@ -212,6 +234,47 @@ def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
         return msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise OperatorError(f"Configuration in {where}: {error}.", "Correct that entry.") from None
+
+
+def flat(config: Config) -> dict[str, object]:
+    """Every entry by its name, as `gateway.port`."""
+    return dict(_entries(config))
+
+
+def _entries(section: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for field in section.__struct_fields__:
+        value = getattr(section, field)
+        if isinstance(value, _Section):
+            yield from _entries(value, f"{prefix}{field}.")
+        else:
+            yield prefix + field, value
+
+
+def with_live(config: Config, live: Mapping[str, Number]) -> Config:
+    """`config` under live settings, which are entries of its tables by name."""
+    for key, value in live.items():
+        table, _, entry = key.partition(".")
+        section = msgspec.structs.replace(getattr(config, table), **{entry: value})
+        config = msgspec.structs.replace(config, **{table: section})
+    return config
+
+
+def sources(path: Path | None, environ: Mapping[str, str] | None = None) -> dict[str, Source]:
+    """Where each entry comes from that is not a default. Raises `OperatorError` as `load`."""
+    file = _read(path) if path else {}
+    env: dict[str, Any] = {}
+    _overlay(env, os.environ if environ is None else environ)
+    known = flat(Config())
+    found: dict[str, Source] = {key: "file" for key in known if _names(file, key)}
+    return found | {key: "environment" for key in known if _names(env, key)}
+
+
+def _names(tree: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

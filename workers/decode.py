@@ -80,7 +80,7 @@ class DecodeWorker:
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
         self.paused = False
-        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, seats=config.decode.slots)
+        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, config.credits.reserve_ratio, config.decode.slots)
         self.desk = Desk(
             bus=bus,
             engine=engine,
@@ -141,6 +141,11 @@ class DecodeWorker:
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
         self._jobs.let_go()
+
+    def apply(self, config: Config) -> None:
+        """The configuration has changed, in what may change while we run."""
+        self.config = config
+        self.ledger.resize(config.credits.reserve_ratio, config.decode.slots)
 
     def presence(self) -> Presence:
         """What others may know of this worker."""

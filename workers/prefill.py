@@ -73,12 +73,13 @@ class PrefillWorker:
         self.bus, self.engine, self.config, self.me, self.presences = bus, engine, config, me, presences
         self.clock: Callable[[], float] = outside.monotonic_s
         self.slots = Slots(config.prefill.slots)
+        self.slots.thresholds = _thresholds(config)
         self.queued_tokens = 0
         self.ready = False
         self.paused = False
         self.served = Served()
         self.warmth = Warmth(bus, engine, me, self.clock)
-        self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, lambda: self.slots.load, self._account)
+        self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, self._has_time, self._account)
         self.personas = Personas(bus)
         self.persona_warmer = PersonaWarmer(
             bus, engine, self.personas, config.requests.salt_scope, self.owns, self.warm_ups.warm
@@ -167,6 +168,14 @@ class PrefillWorker:
         """The bound of the drain has passed: give every request back, alive."""
         self._jobs.let_go()
 
+    def apply(self, config: Config) -> None:
+        """The configuration has changed, in what may change while we run."""
+        self.config = self.desk.config = config
+        self.slots.thresholds = _thresholds(config)
+        self.slots.resize(config.prefill.slots, self.clock())
+        self._weigh()
+        self._offer()
+
     def presence(self) -> Presence:
         """What others may know of this worker."""
         info = self.engine.info
@@ -188,6 +197,9 @@ class PrefillWorker:
             warm_number=self.warmth.teller.number,
             warm_digest=self.warmth.teller.digest,
         )
+
+    def _has_time(self) -> bool:
+        return self.slots.load < self.config.placement.spill_load
 
     def _account(self) -> ShardsServed:
         return ShardsServed(worker=self.me.id, warm_creators=len(self.warmth.teller), shards=self.served.rows())
@@ -319,3 +331,7 @@ class PrefillWorker:
         job = self._jobs.get(verdict.ask.rpartition(".")[0])
         if job is not None and job.asking is not None:
             job.send(job.verdict(verdict))
+
+
+def _thresholds(config: Config) -> placement.Thresholds:
+    return placement.Thresholds(config.placement.spill_load, config.placement.spill_back_load)

@@ -62,8 +62,8 @@ _AWAY: Final = HandoffAnswer(state="refused")
 _REFUSALS: Final = {"gone": Event.GONE, "fenced": Event.FENCED}
 
 
-class Desk(msgspec.Struct, frozen=True, kw_only=True):
-    """What every prefill job of a worker shares.
+class Desk(msgspec.Struct, kw_only=True):
+    """What every prefill job of a worker shares. `config` may be replaced while they run.
 
     `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
     `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, and `silence_s` how long a decode

@@ -13,11 +13,13 @@ from typing import Final, Literal
 import anyio
 import structlog
 from anyio.abc import TaskGroup
+from msgspec.structs import replace
 
 from pipeline import outside
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
+from pipeline.bus.settings import Settings
 from pipeline.config import Config, Nats
 from pipeline.errors import EngineDead, OperatorError
 from pipeline.limits import DRAIN_S, TURNS_KEPT_MAX
@@ -99,18 +101,21 @@ class _Process:
                     await self._serve(bus)
 
     async def _serve(self, bus: Bus) -> None:
-        me, presences = new_identity(self.worker_id), Presences()
+        me, presences, settings = new_identity(self.worker_id), Presences(), Settings(bus, self.config)
+        await settings.start()
         self.loop = loop = (
-            PrefillWorker(bus, self.engine, self.config, me, presences, self._leases)
+            PrefillWorker(bus, self.engine, settings.now, me, presences, self._leases)
             if self.role == "prefill"
-            else DecodeWorker(bus, self.engine, self.config, me, presences, self._leases)
+            else DecodeWorker(bus, self.engine, settings.now, me, presences, self._leases)
         )
+        settings.apply_to(loop.apply)
+        self._tasks.start_soon(settings.run)
         self._tasks.start_soon(self._watch_engine)
         self._tasks.start_soon(
             Control(bus, (self.role, self.worker_id), loop, lambda: self._draining, self._begin_drain).run
         )
         self._tasks.start_soon(_measure_lag)
-        self._announcer = Announcer(bus, lambda: _told(loop.presence(), bus))
+        self._announcer = Announcer(bus, lambda: replace(_told(loop.presence(), bus), settings=settings.version))
         watcher = Watcher(bus, presences, outside.monotonic_s)
         await watcher.start()
         await self._announcer.start()

@@ -19,6 +19,7 @@ from pipeline.cli import (
     calibrate,
     chaos,
     chat,
+    config,
     control,
     dlq,
     doctor,
@@ -50,6 +51,7 @@ ORDER: Final = (
     "drain",
     "pause",
     "resume",
+    "config",
     "credits",
     "shards",
     "dlq",
@@ -115,6 +117,7 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "drain", control.drain
     yield "pause", control.pause
     yield "resume", control.resume
+    yield "config", config.app
     yield "credits", books.show
     yield "shards", shards.shards
     yield "dlq", dlq.app

@@ -86,6 +86,8 @@ class _Entry(msgspec.Struct):
     heard_s: float
     until_s: float
     consumed_s: float = 0.0
+    seats: int = 0
+    """Taken by its grant: how many there may be can change meanwhile."""
 
 
 Verdicts = list[tuple[str, Verdict]]
@@ -104,10 +106,9 @@ class Ledger:
         self.decode = decode
         self.epoch = epoch
         self.blocks = blocks
-        self.reserve = math.ceil(blocks * reserve_ratio)
         self.free = blocks
-        self.seats_max = None if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
         self.seats = 0
+        self.resize(reserve_ratio, seats)
         self.totals = Totals()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -116,6 +117,11 @@ class Ledger:
         self.disagreements = 0
         self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
         self._replies_s: deque[float] = deque(maxlen=REPLIES_REMEMBERED)
+
+    def resize(self, reserve_ratio: float, seats: int | None) -> None:
+        """Keep so much in reserve, and serve so many sequences at a time, from the next grant on."""
+        self.reserve = math.ceil(self.blocks * reserve_ratio)
+        self.seats_max = None if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
 
     @property
     def quick_s(self) -> float:
@@ -200,7 +206,7 @@ class Ledger:
     @property
     def idle(self) -> bool:
         """Whether nothing is granted or consumed."""
-        return not self._outstanding
+        return not self.seats
 
     def count(self, state: GrantState) -> int:
         """Asks that are in this state now."""
@@ -246,9 +252,8 @@ class Ledger:
         totals, held = self.totals, self.blocks_in(GrantState.GRANTED) + self.blocks_in(GrantState.CONSUMED)
         outstanding = self.count(GrantState.GRANTED) + self.count(GrantState.CONSUMED)
         assert totals.granted == totals.released + totals.expired + totals.returned + outstanding, self.totals
-        taken = sum(self._seats(entry.ask) for entry in self._entries.values() if entry.state is not GrantState.WAITING)
+        taken = sum(entry.seats for entry in self._entries.values() if entry.state is not GrantState.WAITING)
         assert self.seats == taken, (self.seats, taken)
-        assert self.seats_max is None or taken <= self.seats_max, taken
         assert 0 <= self.free <= self.blocks, self.free
         assert self.free + held == self.blocks, (self.free, held, self.blocks)
         assert self.count(GrantState.WAITING) == len(self._waiting) <= ASKS_WAITING_MAX
@@ -272,7 +277,8 @@ class Ledger:
             del self._waiting[entry.ask.ask]
             entry.state = GrantState.GRANTED
             self.free -= entry.ask.blocks
-            self.seats += self._seats(entry.ask)
+            entry.seats = self._seats(entry.ask)
+            self.seats += entry.seats
             self.totals.granted += 1
             out.append(self._verdict(entry))
         return out
@@ -298,7 +304,7 @@ class Ledger:
             del self._waiting[ask_id]
         else:
             self.free += entry.ask.blocks
-            self.seats -= self._seats(entry.ask)
+            self.seats -= entry.seats
 
     def _verdict(self, entry: _Entry) -> tuple[str, Verdict]:
         state: Literal["waiting", "granted"] = "waiting" if entry.state is GrantState.WAITING else "granted"

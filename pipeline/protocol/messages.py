@@ -297,7 +297,8 @@ class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answ
 class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     """A process lives. `load` is 0…1 of its own scarcest resource; blocks are a decode worker's, slots a prefill worker's.
 
-    `paused`: it takes nothing new, by an operator's order, and lives on.
+    `paused`: it takes nothing new, by an operator's order, and lives on. `settings`: how far it has followed the bucket of
+    live settings.
     """
 
     v: Version = 1
@@ -307,6 +308,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     ready: bool
     draining: bool = False
     paused: bool = False
+    settings: int = 0
     load: float = 0.0
     slots: int = 0
     slots_free: int = 0

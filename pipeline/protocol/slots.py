@@ -124,6 +124,7 @@ class Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.thresholds = placement.THRESHOLDS
         self.busy = 0
         self.open = True
         self.spilling = False
@@ -140,17 +141,29 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that no request holds."""
-        return self.capacity - self.busy
+        """Slots that no request holds. None while there are more requests than slots: some were taken away."""
+        return max(0, self.capacity - self.busy)
 
     @property
     def load(self) -> float:
         """0…1: what the worker said last, but for its slots, of which we always know."""
-        return max(self._scarcer, self.busy / self.capacity)
+        return min(1.0, max(self._scarcer, self.busy / self.capacity))
 
     @load.setter
     def load(self, said: float) -> None:
         self._scarcer = said if said > self.busy / self.capacity else 0.0
+
+    def resize(self, capacity: int, now_s: float) -> None:
+        """There are so many slots now. Where more are busy, nothing new is taken until they are fewer."""
+        if capacity == self.capacity:
+            return
+        self.capacity = capacity
+        own = [lane for lane in self._lanes.values() if lane.rank == 0]
+        for lane in own:
+            self._lift(lane)
+        self._own = _Lanes(max(1, ceil(capacity / 2)))
+        for lane in own:
+            self._lay(lane, now_s)
 
     def rank(self, ranks: Mapping[Shard, int], now_s: float) -> list[Offer]:
         """The ranks have changed. Pulls that stand keep their old priority until they end."""
@@ -201,7 +214,7 @@ class Slots:
         """A request has left its slot. Returns the key of the surplus delivery that takes it, the oldest, if any is held."""
         self.busy -= 1
         assert self.busy >= 0
-        if not self._held or not self.open:
+        if not self._held or not self.open or self.busy >= self.capacity:
             return None
         key = next(iter(self._held))
         del self._held[key]
@@ -229,7 +242,7 @@ class Slots:
 
     def offers(self, now_s: float) -> list[Offer]:
         """The pulls to add now; remembers them as standing."""
-        self.spilling = placement.spills(self.load, self.spilling)
+        self.spilling = placement.spills(self.load, self.spilling, self.thresholds)
         if not self.open or self.busy >= self.capacity:
             return []
         self._wake(now_s)

@@ -253,6 +253,29 @@ def test_a_worker_that_is_opened_again_offers_what_it_has_free() -> None:
     assert {offer.shard for offer in made.offers(0.0)} == {OWN, ALSO, FOREIGN}
 
 
+def test_fewer_slots_than_requests_take_nothing_new_until_they_are_fewer() -> None:
+    made = slots(4)
+    for number in range(4):
+        made.delivered(number, OWN, 0, 0.0)
+    made.resize(2, 0.0)
+    assert (made.free, made.load) == (0, 1.0)
+    assert not made.delivered("more", ALSO, 0, 0.0)
+    assert [made.finished(), made.finished()] == [None, None]
+    assert made.finished() == "more"
+    assert made.offers(0.0) == []
+    made.finished()
+    assert made.offers(0.0) != []
+    assert made.free == 1
+
+
+def test_more_slots_hold_more_hands_open_on_own_shards() -> None:
+    made = slots(2)
+    made.resize(2, 0.0)
+    assert made.offers(0.0) == [], "nothing has changed"
+    made.resize(8, 0.0)
+    assert Offer(OWN, 3, 0) in made.offers(0.0), "four hands, of which one stood there"
+
+
 class SlotsMachine(RuleBasedStateMachine):
     """A broker with a few shards, against the slots: no overcommitment, nothing lost, no free slot beside a backlog."""
 

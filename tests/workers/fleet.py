@@ -13,10 +13,21 @@ import msgspec
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.presence import Announcer, Watcher
+from pipeline.bus.settings import Settings
 from pipeline.config import Config, Engine, LMCache, Nats, Requests, Simulated
 from pipeline.paths import JETSTREAM
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import Cancel, Done, Failed, Tokens, claim_decoder, encode, frames_decoder, unpack_ids
+from pipeline.protocol.messages import (
+    Cancel,
+    Done,
+    Failed,
+    Presence,
+    Tokens,
+    claim_decoder,
+    encode,
+    frames_decoder,
+    unpack_ids,
+)
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.reply import Receiver
 from workers.control import Control
@@ -120,13 +131,19 @@ class Fleet:
         engine, presences = self._engine(config, role), Presences()
         await engine.start()
         async with await Bus.connect(config.nats.url, name) as bus:
-            me = new_identity(name)
+            me, settings = new_identity(name), Settings(bus, config)
+            await settings.start()
             loop = (
-                PrefillWorker(bus, engine, config, me, presences)
+                PrefillWorker(bus, engine, settings.now, me, presences)
                 if role == "prefill"
-                else DecodeWorker(bus, engine, config, me, presences)
+                else DecodeWorker(bus, engine, settings.now, me, presences)
             )
-            watcher, announcer = Watcher(bus, presences, time.monotonic), Announcer(bus, loop.presence)
+            settings.apply_to(loop.apply)
+
+            def presence() -> Presence:
+                return msgspec.structs.replace(loop.presence(), settings=settings.version)
+
+            watcher, announcer = Watcher(bus, presences, time.monotonic), Announcer(bus, presence)
             await watcher.start()
             await announcer.start()
             with anyio.CancelScope() as scope:
@@ -134,6 +151,7 @@ class Fleet:
                     running = self.workers[name] = Running(loop, engine, bus, scope)
                     control = Control(bus, (role, name), loop, lambda: running.leaves, lambda: running.leave(tasks))
                     tasks.start_soon(control.run)
+                    tasks.start_soon(settings.run)
                     started.set()
                     await loop.run()
             with anyio.CancelScope(shield=True):
