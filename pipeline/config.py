@@ -21,6 +21,7 @@ ENV_PREFIX: Final = "HEADRACE__"
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 """A TCP port. 0 lets `headrace up` choose a free one."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -134,6 +135,15 @@ class Engine(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     extra: Mapping[str, Any] = {}
 
 
+class Both(Engine, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine for both roles. Beside `slots` sequences that decode it prefills `prefill_slots` prompts at a time.
+
+    While it only prefills it works on as many as `prefill.slots` says.
+    """
+
+    prefill_slots: Positive = 2
+
+
 class Placement(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When a prefill worker leaves its work to others: from one load on, until it is under the other."""
 
@@ -195,8 +205,10 @@ class Simulated(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Up(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fleet that `headrace up` starts on this machine."""
 
-    prefill: Positive = 1
-    decode: Positive = 1
+    prefill: Count = 1
+    decode: Count = 1
+    both: Count = 0
+    """Workers whose engine can be of either role, and is of both at first."""
     state_dir: str = "~/.cache/headrace"
     """The prepared model, and per run: logs, the broker's files."""
     start_timeout_s: PositiveFloat = 240.0
@@ -214,6 +226,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Model = Model()
     prefill: Engine = Engine()
     decode: Engine = Engine(slots=16)
+    both: Both = Both(slots=16)
     placement: Placement = Placement()
     credits: Credits = Credits()
     lmcache: LMCache = LMCache()

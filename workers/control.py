@@ -5,7 +5,7 @@ What an order does to a worker is decided in `pipeline.protocol.control`.
 
 import contextlib
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import anyio
 import msgspec
@@ -16,26 +16,11 @@ from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.limits import ORDERS_WAITING_MAX
 from pipeline.protocol import subjects
-from pipeline.protocol.control import Action, Order, Standing, State, obey, order_decoder
+from pipeline.protocol.control import Order, Standing, State, obey, order_decoder
 from pipeline.protocol.messages import encode
+from workers.loops import Loops
 
 log: Final = structlog.get_logger("control")
-
-
-class Ordered(Protocol):
-    """What takes orders: a worker's loop."""
-
-    paused: bool
-
-    @property
-    def under_way(self) -> int:
-        """Requests that it works on."""
-
-    async def pause(self) -> None:
-        """Take nothing new."""
-
-    async def resume(self) -> None:
-        """Take requests again."""
 
 
 class Control:
@@ -44,13 +29,12 @@ class Control:
     def __init__(
         self,
         bus: Bus,
-        me: tuple[str, str],
-        loop: Ordered,
+        worker: str,
+        loops: Loops,
         leaving: Callable[[], bool],
         leave: Callable[[], None],
     ) -> None:
-        """`me`: role and id."""
-        self._bus, self._me, self._loop = bus, me, loop
+        self._bus, self._worker, self._loops = bus, worker, loops
         self._leaving, self._leave = leaving, leave
         self._put: MemoryObjectSendStream[Message]
         self._take: MemoryObjectReceiveStream[Message]
@@ -61,12 +45,14 @@ class Control:
         """How the worker stands."""
         if self._leaving():
             return "draining"
-        return "paused" if self._loop.paused else "serving"
+        if self._loops.turning:
+            return "turning"
+        return "paused" if self._loops.paused else "serving"
 
     async def run(self) -> None:
         """Listen and obey, until cancelled."""
         with self._put, self._take:
-            await self._bus.subscribe(subjects.control(self._me[1]), self._heard)
+            await self._bus.subscribe(subjects.control(self._worker), self._heard)
             async for message in self._take:
                 await self._answer(message)
 
@@ -82,25 +68,29 @@ class Control:
             refused = f"it is no order that this version understands: {error}"
         except BusError as error:
             refused = f"the broker was lost half way: {error}"
-        role, worker = self._me
-        standing = Standing(worker=worker, role=role, state=self.state, under_way=self._loop.under_way, refused=refused)
+        loops = self._loops
+        standing = Standing(
+            worker=self._worker, role=loops.role, state=self.state, under_way=loops.under_way, refused=refused
+        )
         with contextlib.suppress(BusError):
             self._bus.post(message.reply, encode(standing))
 
     async def _obeyed(self, order: Order) -> str:
         """Carry it out. Returns why it is refused."""
         before = self.state
-        after, refused = obey(before, order.action)
+        after, refused = obey(before, self._loops.role, self._loops.built_for, order)
         if refused or after == before:
             return refused
-        log.info("ordered", action=order.action)
-        await self._carry_out(order.action)
+        log.info("ordered", action=order.action, role=order.role)
+        await self._carry_out(order)
         return ""
 
-    async def _carry_out(self, action: Action) -> None:
-        if action == "pause":
-            await self._loop.pause()
-        elif action == "resume":
-            await self._loop.resume()
+    async def _carry_out(self, order: Order) -> None:
+        if order.action == "pause":
+            await self._loops.pause()
+        elif order.action == "resume":
+            await self._loops.resume()
+        elif order.role is not None:
+            await self._loops.turn(order.role)
         else:
             self._leave()

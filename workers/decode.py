@@ -80,6 +80,8 @@ class DecodeWorker:
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
         self.paused = False
+        self.beside: Callable[[], int] = lambda: 0
+        """Blocks that others than replies may hold in this engine."""
         self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, config.credits.reserve_ratio, config.decode.slots)
         self.desk = Desk(
             bus=bus,
@@ -125,10 +127,14 @@ class DecodeWorker:
         self.paused = False
         self.ledger.reopen()
 
-    async def drain(self) -> None:
-        """Promise nothing new, and let what was promised and what runs finish. The caller sets the bound."""
+    async def close(self) -> None:
+        """Promise nothing new, for good or until `resume`."""
         self.paused = False
         self._publish(self.ledger.close())
+
+    async def drain(self) -> None:
+        """Promise nothing new, and let what was promised and what runs finish. The caller sets the bound."""
+        await self.close()
         while not self.ledger.idle:  # a grant ends by its handoff, or by the asker's silence
             await anyio.sleep(REPEAT_PERIOD_S / 4)
         await self._jobs.drained()
@@ -157,7 +163,7 @@ class DecodeWorker:
             ready=self.ready,
             draining=not (self.ledger.open or self.paused),
             paused=self.paused,
-            load=1.0 - self.ledger.free / self.ledger.blocks,
+            load=1.0 - self.ledger.free / max(1, self.ledger.blocks),
             blocks=self.ledger.blocks,
             blocks_free=max(0, self.ledger.free - self.ledger.reserve),
             asks_waiting=self.ledger.count(GrantState.WAITING),
@@ -223,7 +229,7 @@ class DecodeWorker:
 
     def _measure(self) -> None:
         ledger, usage = self.ledger, self.engine.usage()
-        if not ledger.reconcile(self._engine_blocks()):
+        if not ledger.reconcile(self._engine_blocks(), self.beside()):
             metrics.LEDGER_DISAGREEMENTS.inc()
         for state, blocks in {
             "total": ledger.blocks,

@@ -149,9 +149,13 @@ class PrefillWorker:
 
     async def drain(self) -> None:
         """Take nothing new, give back what only waits, and let what runs finish. The caller sets the bound."""
+        await self.close()
+        await self._jobs.drained()
+
+    async def close(self) -> None:
+        """Take nothing new, and give back what only waits, for good or until `resume`."""
         self.paused = False
         await self._close()
-        await self._jobs.drained()
 
     async def _close(self) -> None:
         self.slots.close()
@@ -207,7 +211,7 @@ class PrefillWorker:
     def owns(self, affinity: str) -> bool:
         """Whether requests of this affinity come here first."""
         number = subjects.partition(affinity, self.config.requests.shards)
-        return self._ranks.get(Shard(CLASSES[0], number)) == 0
+        return self.slots.open and self._ranks.get(Shard(CLASSES[0], number)) == 0
 
     def decoders(self) -> list[Presence]:
         """Decode workers whose engine can load what ours computes; who has missed two presences only where nobody has not."""

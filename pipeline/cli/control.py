@@ -1,13 +1,13 @@
-"""`headrace drain`, `pause` and `resume`: orders to running workers, and `headrace workers`: how they stand.
+"""`headrace drain`, `pause`, `resume` and `role`: orders to running workers, and `headrace workers`: how they stand.
 
-Each worker answers for itself on `control.worker.<id>`; who lives, and in which pool, is heard from the presences.
+Each worker answers for itself on `control.worker.<id>`; who lives, and with which loops, is heard from the presences.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
@@ -19,6 +19,7 @@ from pipeline.limits import DRAIN_S
 
 if TYPE_CHECKING:
     from pipeline.bus.connection import Bus
+    from pipeline.protocol.arrangement import Role
     from pipeline.protocol.control import Action, Standing
     from pipeline.protocol.messages import Presence
     from pipeline.protocol.presence import Presences
@@ -33,11 +34,13 @@ LEAVES_WITHIN_S: Final = DRAIN_S + 10.0
 
 POOLS: Final = ("prefill", "decode")
 
-HEAD: Final = ("WORKER", "ROLE", "STATE", "LOAD", "SLOTS FREE", "BLOCKS FREE", "MODEL")
+HEAD: Final = ("WORKER", "LOOP", "SERVES AS", "STATE", "LOAD", "SLOTS FREE", "BLOCKS FREE", "MODEL")
 
 Target = Annotated[
     str,
-    typer.Argument(metavar="WORKER|POOL", help="A worker's name, or prefill or decode for all.", show_default=False),
+    typer.Argument(
+        metavar="WORKER|POOL", help="A worker's name; or prefill, decode or both for all.", show_default=False
+    ),
 ]
 
 
@@ -71,6 +74,24 @@ def resume(target: Target, config: ConfigOption = None) -> None:
     _run(config, target, "resume")
 
 
+def role(
+    target: Target,
+    as_what: Annotated[
+        Literal["prefill", "decode", "both"],
+        typer.Argument(metavar="ROLE", help="prefill, decode or both.", show_default=False),
+    ],
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until all of it is done.")] = True,
+    config: ConfigOption = None,
+) -> None:
+    """Have workers take another role, while their engines stay up. Nothing is lost: what they have ends where it is.
+
+    Only a worker that was started as `headrace worker both` can: other engines are built for one role.
+
+    Example: headrace role both-1 decode
+    """
+    _run(config, target, "turn", _until_turned if wait else None, as_what)
+
+
 def workers(config: ConfigOption = None) -> None:
     """Show the workers: their role, how they stand, and what they have free."""
     print(asyncio.run(_page(config)))
@@ -78,13 +99,14 @@ def workers(config: ConfigOption = None) -> None:
 
 async def _page(path: Path | None) -> str:
     async with listening(configuration(path), "headrace-workers") as (_, presences):
-        return table(HEAD, [_row(worker) for pool in POOLS for worker in _live(presences, pool)])
+        loops = [loop for pool in POOLS for loop in _live(presences, pool)]
+        return table(HEAD, [_row(loop) for loop in sorted(loops, key=lambda loop: (loop.id, loop.role))])
 
 
 def _row(said: "Presence") -> Sequence[str | int]:
     slots = f"{said.slots_free} of {said.slots}" if said.slots else ""
     blocks = f"{said.blocks_free:,} of {said.blocks:,}" if said.blocks else ""
-    return (said.id, said.role, state_of(said), f"{said.load:.0%}", slots, blocks, said.model)
+    return (said.id, said.role, said.serves_as, state_of(said), f"{said.load:.0%}", slots, blocks, said.model)
 
 
 def state_of(said: "Presence") -> str:
@@ -103,13 +125,15 @@ Then = Callable[["Bus", str], Awaitable[bool]]
 """What follows an order that a worker has obeyed; whether it went well."""
 
 
-def _run(path: Path | None, target: str, action: "Action", then: Then | None = None) -> None:
+def _run(
+    path: Path | None, target: str, action: "Action", then: Then | None = None, role: "Role | None" = None
+) -> None:
     """Order all that are meant; exits with 1 where one did not obey."""
 
     async def order() -> bool:
         async with listening(configuration(path), f"headrace-{action}") as (bus, presences):
             names = meant(target, presences)
-            return all(await asyncio.gather(*(_order(bus, name, action, then) for name in names)))
+            return all(await asyncio.gather(*(_order(bus, name, action, then, role) for name in names)))
 
     raise typer.Exit(0 if asyncio.run(order()) else 1)
 
@@ -118,6 +142,7 @@ def meant(target: str, presences: "Presences") -> list[str]:
     """The workers that a name or a pool stands for. Raises `OperatorError` where none lives."""
     pools = {pool: [worker.id for worker in _live(presences, pool)] for pool in POOLS}
     names = sorted({name for pool in pools.values() for name in pool})
+    pools["both"] = sorted(set(pools["prefill"]) & set(pools["decode"]))
     if target in names:
         return [target]
     if pools.get(target):
@@ -134,11 +159,11 @@ def _live(presences: "Presences", pool: str) -> "list[Presence]":
     return presences.live(pool, outside.monotonic_s())
 
 
-async def _order(bus: "Bus", worker: str, action: "Action", then: Then | None) -> bool:
+async def _order(bus: "Bus", worker: str, action: "Action", then: Then | None, role: "Role | None") -> bool:
     from pipeline.bus.errors import BusError
 
     try:
-        standing = await ask(bus, worker, action)
+        standing = await ask(bus, worker, action, role)
     except BusError as error:
         print(f"{worker}: no answer: {error}")
         return False
@@ -146,13 +171,13 @@ async def _order(bus: "Bus", worker: str, action: "Action", then: Then | None) -
     return not standing.refused and (then is None or await then(bus, worker))
 
 
-async def ask(bus: "Bus", worker: str, action: "Action") -> "Standing":
+async def ask(bus: "Bus", worker: str, action: "Action", role: "Role | None" = None) -> "Standing":
     """Order a worker; how it stands then. Raises `BusError`."""
     from pipeline.protocol import subjects
     from pipeline.protocol.control import Order, standing_decoder
     from pipeline.protocol.messages import encode
 
-    return standing_decoder.decode(await bus.request(subjects.control(worker), encode(Order(action)), ANSWER_S))
+    return standing_decoder.decode(await bus.request(subjects.control(worker), encode(Order(action, role)), ANSWER_S))
 
 
 def sentence(standing: "Standing") -> str:
@@ -160,7 +185,21 @@ def sentence(standing: "Standing") -> str:
     if standing.refused:
         return f"{standing.worker}: refused, because {standing.refused}."
     requests = "1 request" if standing.under_way == 1 else f"{standing.under_way} requests"
-    return f"{standing.worker}: {standing.state}, {requests} under way."
+    state = f"becoming {standing.role}" if standing.state == "turning" else f"{standing.state} as {standing.role}"
+    return f"{standing.worker}: {state}, {requests} under way."
+
+
+async def _until_turned(bus: "Bus", worker: str) -> bool:
+    """Follow a change of role to its end."""
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < LEAVES_WITHIN_S:
+        standing = await ask(bus, worker, "look")
+        if standing.state != "turning":
+            print(f"{sentence(standing)} That took {time.monotonic() - began_s:.1f} s.")
+            return True
+        await asyncio.sleep(LOOK_PERIOD_S / 5)
+    print(f"{worker}: not done after {LEAVES_WITHIN_S:g} s. Its log says why.")
+    return False
 
 
 async def _until_left(bus: "Bus", worker: str) -> bool:

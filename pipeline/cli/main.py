@@ -51,6 +51,7 @@ ORDER: Final = (
     "drain",
     "pause",
     "resume",
+    "role",
     "config",
     "credits",
     "shards",
@@ -117,6 +118,7 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "drain", control.drain
     yield "pause", control.pause
     yield "resume", control.resume
+    yield "role", control.role
     yield "config", config.app
     yield "credits", books.show
     yield "shards", shards.shards

@@ -106,8 +106,11 @@ class Ledger:
         self.decode = decode
         self.epoch = epoch
         self.blocks = blocks
+        self.withheld = 0
         self.free = blocks
         self.seats = 0
+        self._reserve_ratio = reserve_ratio
+        self._to_withhold, self._settled = 0, True
         self.resize(reserve_ratio, seats)
         self.totals = Totals()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
@@ -120,8 +123,22 @@ class Ledger:
 
     def resize(self, reserve_ratio: float, seats: int | None) -> None:
         """Keep so much in reserve, and serve so many sequences at a time, from the next grant on."""
+        self._reserve_ratio = reserve_ratio
         self.reserve = math.ceil(self.blocks * reserve_ratio)
         self.seats_max = None if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
+
+    def withhold(self, blocks: int, *, for_good: bool = True) -> None:
+        """Keep so many blocks of the engine for others than replies: those that are free at once, more as they come back."""
+        self._to_withhold, self._settled = blocks, for_good
+        self._withhold()
+
+    def _withhold(self) -> None:
+        change = min(self._to_withhold - self.withheld, self.free)
+        if change:
+            self.withheld += change
+            self.blocks -= change
+            self.free -= change
+            self.reserve = math.ceil(self.blocks * self._reserve_ratio)
 
     @property
     def quick_s(self) -> float:
@@ -237,12 +254,13 @@ class Ledger:
             **msgspec.structs.asdict(self.totals),
         )
 
-    def reconcile(self, engine_blocks: int) -> bool:
+    def reconcile(self, engine_blocks: int, beside: int = 0) -> bool:
         """Whether the engine uses no more than was handed over. Counts it where it does: then somebody goes past the ledger.
 
-        The engine speaks once a step, so its word is held against the most that was handed over since about then.
+        The engine speaks once a step, so its word is held against the most that was handed over since about then. `beside`: what
+        prefills may hold in the same engine.
         """
-        self._handed_over.append(self.blocks_in(GrantState.CONSUMED))
+        self._handed_over.append(self.blocks_in(GrantState.CONSUMED) + beside)
         agrees = engine_blocks <= max(self._handed_over)
         self.disagreements += not agrees
         return agrees
@@ -259,16 +277,17 @@ class Ledger:
         assert self.count(GrantState.WAITING) == len(self._waiting) <= ASKS_WAITING_MAX
 
     def _refusal(self, ask: Ask) -> str:
-        if ask.blocks > self.blocks - self.reserve:
-            return f"needs {ask.blocks} KV blocks, and no request may hold more than {self.blocks - self.reserve}"
         if not self.open:
             return "takes nothing new"
+        if ask.blocks > self.blocks - self.reserve:
+            return f"needs {ask.blocks} KV blocks, and no request may hold more than {self.blocks - self.reserve}"
         if len(self._waiting) >= ASKS_WAITING_MAX:
             return "too many asks wait"
         return ""
 
     def _grant(self, now_s: float) -> Verdicts:
         """Serve the waiting, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
+        self._withhold()
         out: Verdicts = []
         while self._waiting:
             entry = self._next(now_s)
@@ -314,7 +333,7 @@ class Ledger:
         )
 
     def _refused(self, ask: Ask, reason: str) -> tuple[str, Verdict]:
-        never = ask.blocks > self.blocks - self.reserve
+        never = self.open and self._settled and ask.blocks > self.blocks - self.reserve
         verdict = Verdict(
             ask=ask.ask,
             request=ask.request,

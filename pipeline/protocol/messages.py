@@ -298,7 +298,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     """A process lives. `load` is 0…1 of its own scarcest resource; blocks are a decode worker's, slots a prefill worker's.
 
     `paused`: it takes nothing new, by an operator's order, and lives on. `settings`: how far it has followed the bucket of
-    live settings.
+    live settings. A worker with both loops says it once for each: `serves_as` is what it is in all, or is becoming, and
+    `built_for` what its engine can be.
     """
 
     v: Version = 1
@@ -309,6 +310,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     draining: bool = False
     paused: bool = False
     settings: int = 0
+    serves_as: str = ""
+    built_for: str = ""
     load: float = 0.0
     slots: int = 0
     slots_free: int = 0

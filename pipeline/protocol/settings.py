@@ -40,6 +40,8 @@ class Live(msgspec.Struct, frozen=True, kw_only=True):
 SETTINGS: Final[Mapping[str, Setting]] = {
     "prefill.slots": Setting(low=1, high=1024),
     "decode.slots": Setting(low=1, high=1_000_000, started_at_most=True),
+    "both.slots": Setting(low=1, high=1_000_000, started_at_most=True),
+    "both.prefill_slots": Setting(low=1, high=1024, started_at_most=True),
     "placement.spill_load": Setting(low=0.05, high=1.0, whole=False),
     "placement.spill_back_load": Setting(low=0.0, high=1.0, whole=False),
     "credits.reserve_ratio": Setting(low=0.0, high=0.9, whole=False),
@@ -63,6 +65,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "model": "the model is loaded when a worker starts",
     "prefill": "the engine is built with it when a worker starts",
     "decode": "the engine is built with it when a worker starts",
+    "both": "the engine is built with it when a worker starts",
     "lmcache": "server and engines are connected with it when they start",
     "simulated": "the engine is built with it when a worker starts",
     "up": "`headrace up` reads it when it starts",

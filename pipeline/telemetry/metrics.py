@@ -119,6 +119,12 @@ DUPLICATE_TOKENS: Final = Counter(
 # --------------------------------------------------------------------------------------------------------------
 # Prefill worker
 
+ROLE_CHANGE_SECONDS: Final = Histogram(
+    "headrace_role_change_seconds",
+    "From a change of a worker's role until nothing of the former one is under way.",
+    buckets=(0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 60),
+    registry=REGISTRY,
+)
 PREFILLS: Final = Counter(
     "headrace_prefills", "Requests a prefill worker is done with, by how.", ("outcome",), registry=REGISTRY
 )

@@ -27,7 +27,7 @@ def said(result: Result) -> list[str]:
 def rows(shown: Result) -> dict[str, list[str]]:
     """The table of `headrace workers`: what stands behind each name."""
     head, *lines = (line.split() for line in shown.stdout.splitlines())
-    assert head[:3] == ["WORKER", "ROLE", "STATE"]
+    assert head[:5] == ["WORKER", "LOOP", "SERVES", "AS", "STATE"]
     return {name: rest for name, *rest in lines}
 
 
@@ -36,18 +36,18 @@ def test_orders_are_obeyed_shown_and_followed_to_their_end(broker: NatsServer, c
         async with fleet(config_for(broker.url), prefill=2) as made:
             paused = await headrace(config, "pause", "prefill")
             assert paused.exit_code == 0
-            assert said(paused) == [f"prefill-{number}: paused, 0 requests under way." for number in (1, 2)]
+            assert said(paused) == [f"prefill-{number}: paused as prefill, 0 requests under way." for number in (1, 2)]
             shown = rows(await headrace(config, "workers"))
-            assert {name: row[:2] for name, row in shown.items()} == {
-                "prefill-1": ["prefill", "paused"],
-                "prefill-2": ["prefill", "paused"],
-                "decode-1": ["decode", "serving"],
+            assert {name: row[:3] for name, row in shown.items()} == {
+                "prefill-1": ["prefill", "prefill", "paused"],
+                "prefill-2": ["prefill", "prefill", "paused"],
+                "decode-1": ["decode", "decode", "serving"],
             }
             resumed = await headrace(config, "resume", "prefill-1")
-            assert said(resumed) == ["prefill-1: serving, 0 requests under way."]
+            assert said(resumed) == ["prefill-1: serving as prefill, 0 requests under way."]
             left = await headrace(config, "drain", "prefill-2")
             assert left.exit_code == 0
-            assert said(left)[0] == "prefill-2: draining, 0 requests under way."
+            assert said(left)[0] == "prefill-2: draining as prefill, 0 requests under way."
             assert said(left)[-1].startswith("prefill-2: has left, after")
             assert made.workers["prefill-2"].scope.cancel_called
 

@@ -12,16 +12,16 @@ import msgspec
 
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus, Message
-from pipeline.bus.presence import Announcer, Watcher
+from pipeline.bus.presence import Watcher
 from pipeline.bus.settings import Settings
 from pipeline.config import Config, Engine, LMCache, Nats, Requests, Simulated
 from pipeline.paths import JETSTREAM
 from pipeline.protocol import subjects
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.messages import (
     Cancel,
     Done,
     Failed,
-    Presence,
     Tokens,
     claim_decoder,
     encode,
@@ -34,8 +34,8 @@ from workers.control import Control
 from workers.decode import DecodeWorker
 from workers.engines.simulated import SimulatedEngine
 from workers.identity import new_identity
+from workers.loops import Loops
 from workers.prefill import PrefillWorker
-from workers.runtime import Role
 
 MakeEngine = Callable[[Config, Role], SimulatedEngine]
 
@@ -59,7 +59,7 @@ def config_for(url: str, *, slots: int = 4, default_max_tokens: int = 12, **simu
 class Running(msgspec.Struct):
     """One worker of the fleet."""
 
-    loop: PrefillWorker | DecodeWorker
+    loops: Loops
     engine: SimulatedEngine
     bus: Bus
     scope: anyio.CancelScope
@@ -71,7 +71,7 @@ class Running(msgspec.Struct):
         tasks.start_soon(self._drain)
 
     async def _drain(self) -> None:
-        await self.loop.drain()
+        await self.loops.drain()
         self.scope.cancel()
 
 
@@ -100,14 +100,14 @@ class Fleet:
 
     def prefill(self, name: str = "prefill-1") -> PrefillWorker:
         """A prefill loop by name."""
-        loop = self.workers[name].loop
-        assert isinstance(loop, PrefillWorker)
+        loop = self.workers[name].loops.prefill
+        assert loop is not None
         return loop
 
     def decode(self, name: str = "decode-1") -> DecodeWorker:
         """A decode loop by name."""
-        loop = self.workers[name].loop
-        assert isinstance(loop, DecodeWorker)
+        loop = self.workers[name].loops.decode
+        assert loop is not None
         return loop
 
     def kill(self, name: str) -> None:
@@ -133,29 +133,20 @@ class Fleet:
         async with await Bus.connect(config.nats.url, name) as bus:
             me, settings = new_identity(name), Settings(bus, config)
             await settings.start()
-            loop = (
-                PrefillWorker(bus, engine, settings.now, me, presences)
-                if role == "prefill"
-                else DecodeWorker(bus, engine, settings.now, me, presences)
-            )
-            settings.apply_to(loop.apply)
-
-            def presence() -> Presence:
-                return msgspec.structs.replace(loop.presence(), settings=settings.version)
-
-            watcher, announcer = Watcher(bus, presences, time.monotonic), Announcer(bus, presence)
+            loops = Loops(bus, engine, settings.now, me, presences, role)
+            loops.settings_version = lambda: settings.version
+            settings.apply_to(loops.apply)
+            watcher = Watcher(bus, presences, time.monotonic)
             await watcher.start()
-            await announcer.start()
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as tasks:
-                    running = self.workers[name] = Running(loop, engine, bus, scope)
-                    control = Control(bus, (role, name), loop, lambda: running.leaves, lambda: running.leave(tasks))
+                    running = self.workers[name] = Running(loops, engine, bus, scope)
+                    control = Control(bus, name, loops, lambda: running.leaves, lambda: running.leave(tasks))
                     tasks.start_soon(control.run)
                     tasks.start_soon(settings.run)
                     started.set()
-                    await loop.run()
+                    await loops.run()
             with anyio.CancelScope(shield=True):
-                await announcer.stop()
                 await watcher.stop()
                 await engine.close()
 
@@ -239,7 +230,7 @@ class Caller:
 
 @asynccontextmanager
 async def fleet(
-    config: Config, *, prefill: int = 1, decode: int = 1, engine: MakeEngine = SimulatedEngine
+    config: Config, *, prefill: int = 1, decode: int = 1, both: int = 0, engine: MakeEngine = SimulatedEngine
 ) -> AsyncIterator[Fleet]:
     """A fleet that serves."""
     async with await Bus.connect(config.nats.url, "test") as bus, anyio.create_task_group() as tasks:
@@ -249,7 +240,12 @@ async def fleet(
             await made.add("decode", f"decode-{number + 1}")
         for number in range(prefill):
             await made.add("prefill", f"prefill-{number + 1}")
-        await until(lambda: all(made.prefill(name).decoders() for name in made.workers if name.startswith("prefill")))
+        for number in range(both):
+            await made.add("both", f"both-{number + 1}")
+        await until(
+            lambda: all(made.prefill(name).decoders() for name in made.workers if not name.startswith("decode"))
+        )
+        await until(lambda: not any(running.loops.turning for running in made.workers.values()))
         yield made
         tasks.cancel_scope.cancel()
 

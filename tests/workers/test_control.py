@@ -81,7 +81,7 @@ async def test_a_worker_that_is_told_to_drain_under_load_leaves_and_loses_nothin
 ) -> None:
     async with fleet(config_for(broker.url, step_s=0.005, prefill_overhead_s=0.02), prefill=2, decode=2) as made:
         asked = await callers(made, MANY, max_tokens=30, ignore_eos=True)
-        await until(lambda: made.workers[worker].loop.under_way > 0)
+        await until(lambda: made.workers[worker].loops.under_way > 0)
         assert (await order(made.bus, worker, "drain")).state == "draining"
         refused = await order(made.bus, worker, "resume")
         assert "leaves" in refused.refused
