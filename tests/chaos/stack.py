@@ -53,6 +53,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: int = 3
     decode: int = 3
+    both: int = 0
     gateways: int = 2
     step_s: float = 0.005
     decode_slots: int = 64
@@ -68,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "SIMULATED__STEP_S": self.step_s,
             "SIMULATED__KV_BLOCKS": self.kv_blocks,
             "DECODE__SLOTS": self.decode_slots,
+            "BOTH__SLOTS": self.decode_slots,
             "GATEWAY__IN_FLIGHT_MAX": self.in_flight_max,
             "REQUESTS__STARTS_MAX": self.starts_max,
         }
@@ -141,6 +143,11 @@ class Stack:
             return False
         return worker.process is not None and not worker.hit and not worker.paused
 
+    def takes(self, role: Role, worker: str) -> bool:
+        """Whether a worker says that it takes work of this role."""
+        said = self._presences.get(role, worker, outside.monotonic_s())
+        return said is not None and said.takes
+
     def slots_taken(self) -> int:
         """Slots of prefill workers that are not free, as they last said."""
         said = self._presences.live("prefill", outside.monotonic_s())
@@ -151,7 +158,9 @@ class Stack:
         await self.until(lambda: all(map(self.serves, self.workers())), "workers do not serve")
         with anyio.fail_after(START_S_MAX):
             for gateway in self.gateways():
-                while not await self.sees(gateway, len(self.workers("prefill")), len(self.workers("decode"))):
+                while not await self.sees(
+                    gateway, self.settings.prefill + self.settings.both, len(self.workers("decode"))
+                ):
                     await anyio.sleep(5 * PROBE_S)
 
     async def sees(self, gateway: Part, prefill: int, decode: int) -> bool:
@@ -283,6 +292,9 @@ class Stack:
             for number in range(1, count + 1):
                 name = f"{role}-{number}"
                 parts.append(Part(name, self._headrace("worker", role, "--id", name, "--engine", "simulated"), role))
+        for number in range(1, self.settings.both + 1):
+            name = f"both-{number}"  # known by its decode loop, which keeps its books in every role
+            parts.append(Part(name, self._headrace("worker", "both", "--id", name, "--engine", "simulated"), "decode"))
         return parts
 
     def _environment(self) -> Mapping[str, str]:

@@ -1,6 +1,7 @@
 """One worker with both loops over one engine: what stays in it, whose its blocks are, and how it changes its role under load."""
 
 from itertools import pairwise
+from typing import Any
 
 import anyio
 import msgspec
@@ -18,7 +19,7 @@ from tests.workers.fleet import Caller, Fleet, backlog, config_for, fleet, until
 pytestmark = pytest.mark.anyio
 
 
-def config(url: str, *, max_model_len: int = 1024, **simulated: object) -> Config:
+def config(url: str, *, max_model_len: int = 1024, **simulated: Any) -> Config:
     """Room for a few requests in each engine: 2 prefills of 32 blocks beside the replies."""
     made = config_for(url, **simulated)
     model = msgspec.structs.replace(made.model, max_model_len=max_model_len)
@@ -120,7 +121,7 @@ WAYS: list[list[Role]] = [
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 async def test_a_change_of_role_under_load_loses_nothing(broker: NatsServer, way: list[Role]) -> None:
-    timing = {"step_s": 0.004, "prefill_overhead_s": 0.01, "kv_blocks": 200}
+    timing: dict[str, Any] = {"step_s": 0.004, "prefill_overhead_s": 0.01, "kv_blocks": 200}
     async with fleet(config(broker.url, **timing), prefill=0, decode=0, both=3) as made:
         asked: list[Caller] = []
 
@@ -137,7 +138,7 @@ async def test_a_change_of_role_under_load_loses_nothing(broker: NatsServer, way
             await until(lambda: len(asked) > 20)
             for before, role in pairwise(["both", *way]):
                 assert before != role
-                await turned(made, "both-1", role)  # type: ignore[arg-type]
+                await turned(made, "both-1", role)
                 await anyio.sleep(0.1)
         ends = await all_whole(asked)
         assert all(len(caller.receiver.ids) == 25 for caller in asked)
