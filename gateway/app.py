@@ -26,6 +26,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
+from gateway.balancing import Balancing
 from gateway.chat import Endpoint
 from gateway.door import KEEP_ALIVE_S, Door
 from gateway.errors import http_error, unforeseen
@@ -114,6 +115,7 @@ class Gateway:
         self.lookout = Lookout(self.presences, outside.monotonic_s)
         self.warm = Warm(bus, self.presences, outside.monotonic_s)
         self.routing = Routing(bus, self.presences, self.warm, process, config.requests.shards, outside.monotonic_s)
+        self.balancing = Balancing(bus, self.presences, self.routing, config.balancer.rules, outside.monotonic_s)
         endpoint = functools.partial(
             Endpoint,
             bus=bus,
@@ -212,6 +214,7 @@ async def running(config: Config, source: Path | None = None) -> AsyncIterator[G
         settings = Background(gateway.settings.run(), "settings")
         warm = Background(gateway.warm.run(), "warm")
         routing = Background(gateway.routing.run(), "routing")
+        balancing = Background(gateway.balancing.run(), "balancing") if config.balancer.enabled else None
         watch = Background(gateway.vigil.run(), "vigil")
         keys = Background(gateway.guests.run(), "keys")
         try:
@@ -219,6 +222,8 @@ async def running(config: Config, source: Path | None = None) -> AsyncIterator[G
         finally:
             await keys.stop()
             await watch.stop()
+            if balancing is not None:
+                await balancing.stop()
             await routing.stop()
             await warm.stop()
             await settings.stop()

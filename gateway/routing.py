@@ -93,7 +93,7 @@ class Routing:
             await self._refresh()
             if self._clock() >= balance_s:
                 balance_s = self._clock() + BALANCE_PERIOD_S
-                if self._leads():
+                if self.leads():
                     await self._balance()
 
     # ---- following
@@ -151,7 +151,7 @@ class Routing:
 
     # ---- writing
 
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
         """Whether ours is the first id of the live gateways."""
         live = [peer.id for peer in self._presences.ready("gateway", self._clock())]
         return bool(live) and self._bus.connected and min(live) == self._process

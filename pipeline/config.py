@@ -14,6 +14,7 @@ import msgspec
 
 from pipeline.errors import OperatorError
 from pipeline.limits import RESERVE_RATIO, SPILL_BACK_LOAD, SPILL_LOAD
+from pipeline.protocol.balancer import Rules
 from pipeline.protocol.keys import Key
 from pipeline.protocol.settings import Number, Source
 
@@ -161,6 +162,24 @@ class Credits(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reserve_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = RESERVE_RATIO
 
 
+class Balancer(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers for both change their roles as the load asks for it. Pressures are 0…1 (see `pipeline.protocol.balancer`)."""
+
+    enabled: bool = False
+    high: Ratio = Rules().high
+    low: Ratio = Rules().low
+    """A part is the bottleneck while its pressure is `high` and the other's below `low`."""
+    patience_s: PositiveFloat = Rules().patience_s
+    settle_s: PositiveFloat = Rules().settle_s
+    prefill_min: Positive = Rules().prefill_min
+    decode_min: Positive = Rules().decode_min
+
+    @property
+    def rules(self) -> Rules:
+        """As the one who decides reads them."""
+        return Rules(**{name: getattr(self, name) for name in Rules.__struct_fields__})
+
+
 class LMCache(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store of a host, through which prefill hands over to decode."""
 
@@ -229,6 +248,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     both: Both = Both(slots=16)
     placement: Placement = Placement()
     credits: Credits = Credits()
+    balancer: Balancer = Balancer()
     lmcache: LMCache = LMCache()
     metrics: Metrics = Metrics()
     simulated: Simulated = Simulated()

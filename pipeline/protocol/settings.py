@@ -66,6 +66,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "prefill": "the engine is built with it when a worker starts",
     "decode": "the engine is built with it when a worker starts",
     "both": "the engine is built with it when a worker starts",
+    "balancer": "the gateway that decides reads it at its start",
     "lmcache": "server and engines are connected with it when they start",
     "simulated": "the engine is built with it when a worker starts",
     "up": "`headrace up` reads it when it starts",

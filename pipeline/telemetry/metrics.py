@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 REGISTRY: Final = CollectorRegistry()
 
 LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "headrace_pressure": {"part": ("prefill", "decode")},
+    "headrace_turns": {"role": ("prefill", "decode", "both")},
     "headrace_requests": {
         "outcome": ("whole", "invalid", "rejected", "failed", "expired", "cancelled"),
         "klass": ("interactive", "batch"),
@@ -251,6 +253,12 @@ LEDGER_DISAGREEMENTS: Final = Counter(
 
 ROUTES: Final = Gauge(
     "headrace_routes", "Creators whose requests are spread or moved, by reason.", ("reason",), registry=REGISTRY
+)
+PRESSURE: Final = Gauge(
+    "headrace_pressure", "What the balancer measures of each part, 0 to 1.", ("part",), registry=REGISTRY
+)
+TURNS: Final = Counter(
+    "headrace_turns", "Changes of roles that the balancer has ordered.", ("role",), registry=REGISTRY
 )
 ROUTE_CHANGES: Final = Counter(
     "headrace_route_changes", "Exceptions to the hash that this gateway has written.", ("kind",), registry=REGISTRY
