@@ -13,7 +13,6 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
-from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer
 from pipeline.config import Config
@@ -177,7 +176,7 @@ class Loops:
         assert prefill is not None
         assert decode is not None
         wanted = moves(self.role, self._now(prefill, decode), self._sizes)
-        prefill.slots.resize(wanted.slots, outside.monotonic_s())
+        prefill.slots.resize(wanted.slots)
         decode.ledger.withhold(wanted.withhold, for_good=wanted.done)
         if wanted.decode and decode not in self._announcers:
             await self._open(decode)

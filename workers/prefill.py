@@ -176,7 +176,7 @@ class PrefillWorker:
         """The configuration has changed, in what may change while we run."""
         self.config = self.desk.config = config
         self.slots.thresholds = _thresholds(config)
-        self.slots.resize(config.prefill.slots, self.clock())
+        self.slots.resize(config.prefill.slots)
         self._weigh()
         self._offer()
 

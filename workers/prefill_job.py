@@ -337,8 +337,7 @@ class PrefillJob(Job):
             # Without an arbiter nobody knows whether it was taken: let go, and not by a NAK.
             self._search_again(Event.UNTAKEN if self.holding.arbitrated else Event.DOUBT, grant, silent=True)
         elif answer.state == "accepted":
-            if grant.decode == self.desk.me.id:
-                self._counted = False  # the record is the same life's, and is decode's to take back now
+            self._counted &= grant.decode != self.desk.me.id  # the same life's record is decode's to take back now
             self.send(self.asking.handed_off(grant))
             self.happen(Event.ACCEPTED)
         elif answer.reason in _REFUSALS:

@@ -40,8 +40,8 @@ class _Asked(msgspec.Struct):
 class Asking:
     """One request's search for a grant. `grant` is set when it has one; `impossible` says why none can ever come.
 
-    `seats`: the sequences that it will be. `home` is the asker's own worker: where that decodes as well, and has room, what it has
-    prefilled need not travel. `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
+    `seats`: the sequences that it will be. `home` is the asker's own worker: where that decodes as well, and has room, what it
+    has prefilled need not travel. `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
     """
 
     def __init__(

@@ -49,6 +49,8 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "requests.starts_max": Setting(low=1, high=1000),
     "gateway.in_flight_max": Setting(low=1, high=1_000_000),
     "gateway.in_flight_bytes_max": Setting(low=1_000_000, high=1 << 40),
+    "gateway.queued_tokens_max": Setting(low=1000, high=1 << 40),
+    "gateway.creator_queued_tokens_max": Setting(low=1000, high=1 << 40),
     "gateway.creator_in_flight_max": Setting(low=1, high=1_000_000),
     "gateway.creator_in_flight_bytes_max": Setting(low=1_000_000, high=1 << 40),
 }

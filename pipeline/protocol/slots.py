@@ -153,7 +153,7 @@ class Slots:
     def load(self, said: float) -> None:
         self._scarcer = said if said > self.busy / self.capacity else 0.0
 
-    def resize(self, capacity: int, now_s: float) -> None:
+    def resize(self, capacity: int) -> None:
         """There are so many slots now. Where more are busy, nothing new is taken until they are fewer."""
         if capacity == self.capacity:
             return
@@ -163,7 +163,7 @@ class Slots:
             self._lift(lane)
         self._own = _Lanes(max(1, ceil(capacity / 2)))
         for lane in own:
-            self._lay(lane, now_s)
+            self._lay(lane)
 
     def rank(self, ranks: Mapping[Shard, int], now_s: float) -> list[Offer]:
         """The ranks have changed. Pulls that stand keep their old priority until they end."""

@@ -257,7 +257,7 @@ def test_fewer_slots_than_requests_take_nothing_new_until_they_are_fewer() -> No
     made = slots(4)
     for number in range(4):
         made.delivered(number, OWN, 0, 0.0)
-    made.resize(2, 0.0)
+    made.resize(2)
     assert (made.free, made.load) == (0, 1.0)
     assert not made.delivered("more", ALSO, 0, 0.0)
     assert [made.finished(), made.finished()] == [None, None]
@@ -270,9 +270,9 @@ def test_fewer_slots_than_requests_take_nothing_new_until_they_are_fewer() -> No
 
 def test_more_slots_hold_more_hands_open_on_own_shards() -> None:
     made = slots(2)
-    made.resize(2, 0.0)
+    made.resize(2)
     assert made.offers(0.0) == [], "nothing has changed"
-    made.resize(8, 0.0)
+    made.resize(8)
     assert Offer(OWN, 3, 0) in made.offers(0.0), "four hands, of which one stood there"
 
 
