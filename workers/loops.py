@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 import anyio
+import anyio.lowlevel
 import structlog
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
@@ -144,7 +145,7 @@ class Loops:
     # ---- roles
 
     async def turn(self, role: Role) -> None:
-        """Become of that role. Returns when the loop that ends takes nothing new; `turning` until all is as it is to be."""
+        """Become of that role. Returns when it has begun; `turning` until all is as it is to be."""
         self.role = role
         await self._begin_turn()
 
@@ -152,7 +153,8 @@ class Loops:
         self.turning = True
         for loop in self.open:
             if not takes(self.role, _role_of(loop)):
-                await loop.close()
+                self._tasks.start_soon(loop.close)
+        await anyio.lowlevel.checkpoint()  # they have begun to close
         self._tasks.start_soon(self._turn)
 
     async def _turn(self) -> None:
@@ -184,14 +186,15 @@ class Loops:
             await self._open(prefill)
         if not takes(self.role, "decode") and decode.ledger.idle and not decode.under_way:
             await self._fall_silent(decode)
-        if not takes(self.role, "prefill") and not prefill.under_way:
+        if not takes(self.role, "prefill") and not (prefill.under_way or prefill.slots.lingers):
             await self._fall_silent(prefill)
         return wanted.done
 
     def _now(self, prefill: PrefillWorker, decode: DecodeWorker) -> Now:
         return Now(
             prefill=prefill.slots.open,
-            busy=prefill.slots.busy,
+            # What its last pulls bring is served as well.
+            busy=max(prefill.slots.busy, prefill.slots.capacity if prefill.slots.lingers else 0),
             decode=decode.ledger.open,
             idle=decode.ledger.idle and not decode.under_way,
             withheld=decode.ledger.withheld,
@@ -231,7 +234,7 @@ class Loops:
         """Blocks that prefills may hold in the engine, beside what the ledger has promised."""
         assert self.prefill is not None
         slots = self.prefill.slots
-        return max(slots.busy, slots.capacity if slots.open else 0) * self._sizes.largest
+        return max(slots.busy, slots.capacity if slots.open or slots.lingers else 0) * self._sizes.largest
 
     def _adapted(self, config: Config, slots: int) -> Config:
         """As the loops read it: an engine for both has its own table, and as many prefill slots as its role has now."""

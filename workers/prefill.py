@@ -18,7 +18,7 @@ from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
-from pipeline.bus.puller import Delivery, Puller
+from pipeline.bus.puller import EXPIRES_S, LATE_S, Delivery, Puller
 from pipeline.config import Config
 from pipeline.errors import EngineDead
 from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
@@ -158,7 +158,13 @@ class PrefillWorker:
         await self._close()
 
     async def _close(self) -> None:
-        self.slots.close()
+        """A pull that is taken back may have a message under way, which would be lost for a lease: so they end by themselves."""
+        self.slots.close(lingers=True)
+        with anyio.move_on_after(EXPIRES_S + LATE_S):
+            while self._puller.outstanding_total and self.slots.lingers:
+                await anyio.sleep(SURPLUS_HOLD_S / 2)
+        if not self.slots.open:
+            self.slots.close()
         await self._puller.stop()
         self._notice_standstill(self.clock())
         await self._return_surplus()

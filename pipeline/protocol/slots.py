@@ -127,6 +127,8 @@ class Slots:
         self.thresholds = placement.THRESHOLDS
         self.busy = 0
         self.open = True
+        self.lingers = False
+        """Closed, but what its last pulls bring is taken, where there is a slot."""
         self.spilling = False
         self.outstanding = 0
         """Pulls that stand at the broker."""
@@ -191,7 +193,7 @@ class Slots:
             lane.low = min(lane.low, lane.outstanding)  # the broker serves better priorities first
         lane.backlog = backlog
         lane.asked_s = now_s
-        has_slot = self.open and self.busy < self.capacity
+        has_slot = (self.open or self.lingers) and self.busy < self.capacity
         if has_slot:
             self.busy += 1
         else:
@@ -214,7 +216,7 @@ class Slots:
         """A request has left its slot. Returns the key of the surplus delivery that takes it, the oldest, if any is held."""
         self.busy -= 1
         assert self.busy >= 0
-        if not self._held or not self.open or self.busy >= self.capacity:
+        if not self._held or not (self.open or self.lingers) or self.busy >= self.capacity:
             return None
         key = next(iter(self._held))
         del self._held[key]
@@ -223,7 +225,7 @@ class Slots:
 
     def surplus(self, now_s: float) -> list[Hashable]:
         """Held deliveries whose time is up: to be given back."""
-        late = [key for key, (_, until_s) in self._held.items() if now_s >= until_s or not self.open]
+        late = [key for key, (_, until_s) in self._held.items() if now_s >= until_s or not (self.open or self.lingers)]
         for key in late:
             shard, _ = self._held.pop(key)
             lane = self._lanes[shard]
@@ -232,13 +234,13 @@ class Slots:
             self._lay(lane)
         return late
 
-    def close(self) -> None:
-        """Offer nothing any more."""
-        self.open = False
+    def close(self, *, lingers: bool = False) -> None:
+        """Offer nothing any more. `lingers`: pulls stand at the broker still, and what they bring is not sent back."""
+        self.open, self.lingers = False, lingers
 
     def reopen(self) -> None:
         """Offer again."""
-        self.open = True
+        self.open, self.lingers = True, False
 
     def offers(self, now_s: float) -> list[Offer]:
         """The pulls to add now; remembers them as standing."""

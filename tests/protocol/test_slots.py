@@ -243,6 +243,19 @@ def test_a_closed_worker_takes_nothing_and_gives_back_what_it_holds() -> None:
     assert made.free == 1
 
 
+def test_a_worker_that_lingers_takes_what_its_last_pulls_bring_and_offers_nothing() -> None:
+    made = slots(1)
+    made.close(lingers=True)
+    assert made.delivered("a", OWN, 0, 0.0)
+    assert not made.delivered("b", ALSO, 0, 0.0)
+    assert made.surplus(0.0) == [], "a slot may become free for it"
+    assert made.finished() == "b"
+    assert made.finished() is None
+    assert made.offers(0.0) == []
+    made.close()
+    assert not made.delivered("c", FOREIGN, 0, 0.0)
+
+
 def test_a_worker_that_is_opened_again_offers_what_it_has_free() -> None:
     made = slots(1)
     made.close()
