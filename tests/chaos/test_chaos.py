@@ -54,6 +54,13 @@ def test_workers_that_change_their_roles_under_load_lose_nothing() -> None:
     assert changed.during_s, "requests were under way while roles changed"
 
 
+def test_workers_for_both_that_are_killed_lose_nothing() -> None:
+    both = Settings(prefill=0, decode=0, both=3)
+    report = run(Plan(requests=200, rate=20.0, kills=5, seed=4, kinds=("decode", "pause"), settings=both))
+    assert sound(report), report
+    assert report.kills >= 2
+
+
 def test_ten_times_more_than_the_fleet_can_do_is_refused_and_not_lost() -> None:
     report = overload.run(overload.Plan(clients=(8,), rounds=3, offered_s=6.0, settings=SLOW))
     assert not report.failed, report
