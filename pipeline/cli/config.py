@@ -143,7 +143,7 @@ def _bounds(key: str, config: Config) -> str:
     if (setting := SETTINGS.get(key)) is None:
         return ""
     high = flat(config)[key] if setting.started_at_most else setting.high
-    return f"{setting.low:g} … {high:g}"
+    return f"{setting.low:,} … {high:,}"
 
 
 def _set(entry: Live) -> str:

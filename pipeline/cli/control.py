@@ -32,7 +32,7 @@ LOOK_PERIOD_S: Final = 0.25
 LEAVES_WITHIN_S: Final = DRAIN_S + 10.0
 """A drain ends within its bound; then an engine is closed, which takes vLLM some seconds."""
 
-POOLS: Final = ("prefill", "decode")
+POOLS: "Final[tuple[Role, ...]]" = ("prefill", "decode")
 
 HEAD: Final = ("WORKER", "LOOP", "SERVES AS", "STATE", "LOAD", "SLOTS FREE", "BLOCKS FREE", "MODEL")
 
@@ -81,6 +81,7 @@ def role(
         typer.Argument(metavar="ROLE", help="prefill, decode or both.", show_default=False),
     ],
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Until all of it is done.")] = True,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Also where nobody would be left for a part.")] = False,
     config: ConfigOption = None,
 ) -> None:
     """Have workers take another role, while their engines stay up. Nothing is lost: what they have ends where it is.
@@ -89,7 +90,7 @@ def role(
 
     Example: headrace role both-1 decode
     """
-    _run(config, target, "turn", _until_turned if wait else None, as_what)
+    _run(config, target, "turn", _until_turned if wait else None, as_what, None if anyway else check_parts)
 
 
 def workers(config: ConfigOption = None) -> None:
@@ -121,18 +122,25 @@ def state_of(said: "Presence") -> str:
 # --------------------------------------------------------------------------------------------------------------
 # Orders
 
-Then = Callable[["Bus", str], Awaitable[bool]]
+Then = Callable[["Bus", "Standing"], Awaitable[bool]]
 """What follows an order that a worker has obeyed; whether it went well."""
 
 
 def _run(
-    path: Path | None, target: str, action: "Action", then: Then | None = None, role: "Role | None" = None
+    path: Path | None,
+    target: str,
+    action: "Action",
+    then: Then | None = None,
+    role: "Role | None" = None,
+    check: "Callable[[list[str], Role, Presences], None] | None" = None,
 ) -> None:
     """Order all that are meant; exits with 1 where one did not obey."""
 
     async def order() -> bool:
         async with listening(configuration(path), f"headrace-{action}") as (bus, presences):
             names = meant(target, presences)
+            if check is not None and role is not None:
+                check(names, role, presences)
             return all(await asyncio.gather(*(_order(bus, name, action, then, role) for name in names)))
 
     raise typer.Exit(0 if asyncio.run(order()) else 1)
@@ -140,7 +148,7 @@ def _run(
 
 def meant(target: str, presences: "Presences") -> list[str]:
     """The workers that a name or a pool stands for. Raises `OperatorError` where none lives."""
-    pools = {pool: [worker.id for worker in _live(presences, pool)] for pool in POOLS}
+    pools: dict[str, list[str]] = {pool: [worker.id for worker in _live(presences, pool)] for pool in POOLS}
     names = sorted({name for pool in pools.values() for name in pool})
     pools["both"] = sorted(set(pools["prefill"]) & set(pools["decode"]))
     if target in names:
@@ -151,6 +159,18 @@ def meant(target: str, presences: "Presences") -> list[str]:
         f"No worker or pool {target!r} says that it lives.",
         f"Name one of {', '.join(names)}." if names else "None does: start some, or correct nats.url.",
     )
+
+
+def check_parts(names: list[str], role: "Role", presences: "Presences") -> None:
+    """Raise `OperatorError` where nobody would be left to prefill, or to decode, once these have that role."""
+    from pipeline.protocol.arrangement import takes
+
+    for part in POOLS:
+        others = [worker.id for worker in _live(presences, part) if worker.takes and worker.id not in names]
+        if not (others or takes(role, part)):
+            raise OperatorError(
+                f"Not changed: nobody would be left to {part}.", "Turn another one first, or say --anyway."
+            )
 
 
 def _live(presences: "Presences", pool: str) -> "list[Presence]":
@@ -168,7 +188,7 @@ async def _order(bus: "Bus", worker: str, action: "Action", then: Then | None, r
         print(f"{worker}: no answer: {error}")
         return False
     print(sentence(standing))
-    return not standing.refused and (then is None or await then(bus, worker))
+    return not standing.refused and (then is None or await then(bus, standing))
 
 
 async def ask(bus: "Bus", worker: str, action: "Action", role: "Role | None" = None) -> "Standing":
@@ -189,9 +209,9 @@ def sentence(standing: "Standing") -> str:
     return f"{standing.worker}: {state}, {requests} under way."
 
 
-async def _until_turned(bus: "Bus", worker: str) -> bool:
+async def _until_turned(bus: "Bus", first: "Standing") -> bool:
     """Follow a change of role to its end."""
-    began_s = time.monotonic()
+    worker, began_s = first.worker, time.monotonic()
     while time.monotonic() - began_s < LEAVES_WITHIN_S:
         standing = await ask(bus, worker, "look")
         if standing.state != "turning":
@@ -202,11 +222,11 @@ async def _until_turned(bus: "Bus", worker: str) -> bool:
     return False
 
 
-async def _until_left(bus: "Bus", worker: str) -> bool:
+async def _until_left(bus: "Bus", first: "Standing") -> bool:
     """Follow a drain to its end. Who does not answer any more has left."""
     from pipeline.bus.errors import BusError
 
-    began_s, said = time.monotonic(), -1
+    worker, began_s, said = first.worker, time.monotonic(), first.under_way
     while time.monotonic() - began_s < LEAVES_WITHIN_S:
         try:
             standing = await ask(bus, worker, "look")

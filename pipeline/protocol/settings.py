@@ -104,7 +104,7 @@ def check(key: str, value: Number) -> None:
     """Raise `InvalidField` where a live setting cannot have this value, whatever the others are."""
     setting = SETTINGS[key]
     if not setting.low <= value <= setting.high or (setting.whole and value != int(value)):
-        raise InvalidField(f"{key} is from {setting.low:g} to {setting.high:g}, and {value:g} is not.")
+        raise InvalidField(f"{key} is from {setting.low:,} to {setting.high:,}, and {value:,} is not.")
 
 
 def _setting(key: str, effective: Mapping[str, object]) -> Setting:

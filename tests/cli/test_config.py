@@ -69,7 +69,7 @@ def test_what_holds_is_shown_with_where_it_comes_from(
     ("arguments", "said"),
     [
         (("set", "model.source", "other"), "cannot change while processes run"),
-        (("set", "prefill.slots", "0"), "from 1 to 1024"),
+        (("set", "prefill.slots", "0"), "from 1 to 1,024"),
         (("unset", "prefill.slots"), "is not set live"),
     ],
 )

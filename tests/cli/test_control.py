@@ -21,7 +21,7 @@ async def headrace(config: Path, *arguments: str) -> Result:
 
 def said(result: Result) -> list[str]:
     """What the command printed; the fleet beside it logs there, too."""
-    return sorted(line for line in result.stdout.splitlines() if line.startswith(("prefill-", "decode-")))
+    return sorted(line for line in result.stdout.splitlines() if line.startswith(("prefill-", "decode-", "both-")))
 
 
 def rows(shown: Result) -> dict[str, list[str]]:
@@ -63,6 +63,24 @@ def test_a_worker_that_cannot_obey_says_why_and_the_command_fails(broker: NatsSe
             assert "decode-1: refused, because it is draining, and leaves when its requests have ended." in said(
                 refused
             )
+
+    anyio.run(serve)
+
+
+def test_a_worker_changes_its_role_unless_nobody_would_be_left(broker: NatsServer, config: Path) -> None:
+    async def serve() -> None:
+        async with fleet(config_for(broker.url), prefill=1, decode=0, both=1):
+            alone = await headrace(config, "role", "both-1", "prefill")
+            assert isinstance(alone.exception, OperatorError)
+            assert "nobody would be left to decode" in str(alone.exception)
+            turned = await headrace(config, "role", "both-1", "decode")
+            assert turned.exit_code == 0
+            assert said(turned)[-1].startswith("both-1: serving as decode, 0 requests under way. That took")
+            assert rows(await headrace(config, "workers"))["both-1"][:3] == ["decode", "decode", "serving"]
+            assert (await headrace(config, "role", "both-1", "prefill", "--anyway", "--no-wait")).exit_code == 0
+            refused = await headrace(config, "role", "prefill-1", "both")
+            assert refused.exit_code == 1
+            assert "started for prefill alone" in said(refused)[0]
 
     anyio.run(serve)
 

@@ -33,10 +33,10 @@ def test_what_is_within_bounds_is_taken(key: str, text: str, value: float) -> No
 @pytest.mark.parametrize(
     ("key", "text", "said"),
     [
-        ("prefill.slots", "0", "from 1 to 1024, and 0 is not"),
+        ("prefill.slots", "0", "from 1 to 1,024, and 0 is not"),
         ("prefill.slots", "2.5", "a whole number, and '2.5' is none"),
         ("credits.reserve_ratio", "much", "a number, and 'much' is none"),
-        ("credits.reserve_ratio", "nan", "is from 0 to 0.9"),
+        ("credits.reserve_ratio", "nan", "is from 0.0 to 0.9"),
         ("decode.slots", "17", "at most 16, which engines start with. Raise it in the file"),
         ("placement.spill_load", "0.7", "spill_back_load must be less than placement.spill_load"),
         ("placement.spill_back_load", "0.9", "would make them 0.9 and 0.85"),
