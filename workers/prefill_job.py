@@ -118,9 +118,7 @@ class PrefillJob(Job):
         self._max_tokens = 0
         self.prefilled: Prefilled | None = None
         self._weight = 0
-        self._counted = False
-        self._suspect = False
-        self._unkept = self._told_error = False
+        self._counted = self._suspect = self._unkept = self._told_error = False
         super().__init__(self._deadline_s(), desk.clock)
         self._referred = Referred.of(desk.shelf, lambda: self.intake, self.ack)
         self._tree: Mapping[str, Any] = {}

@@ -17,7 +17,6 @@ import typer
 import uvloop
 
 from pipeline.cli import client
-from pipeline.cli.bench import WORDS, percentile_ms
 from pipeline.cli.tables import table
 from tests.chaos import load, verdict
 from tests.chaos.load import Order, Outcome
@@ -25,6 +24,8 @@ from tests.chaos.rest import rest
 from tests.chaos.run import asking, stack
 from tests.chaos.stack import ROLES, Settings, Stack
 from tests.chaos.verdict import Report
+from tests.percentiles import percentile_ms
+from tests.words import WORDS
 
 TIMEOUT_S: Final = 10.0
 RATE: Final = 5.0

@@ -13,10 +13,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from pipeline.cli.bench import percentile_ms
 from pipeline.cli.tables import table
 from tests.chaos.roles import Plan, Roles, Turn, run
 from tests.chaos.verdict import Report
+from tests.percentiles import percentile_ms
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
