@@ -27,6 +27,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Route
 
 from gateway.account import Account
+from gateway.balancing import Balancing
 from gateway.chat import Endpoint
 from gateway.door import KEEP_ALIVE_S, Door
 from gateway.errors import http_error, unforeseen
@@ -43,6 +44,7 @@ from pipeline import outside, tls
 from pipeline.bus.background import Background
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
+from pipeline.bus.settings import Settings
 from pipeline.config import Config
 from pipeline.errors import CapacityError, OperatorError
 from pipeline.limits import ACCUSER_PERIOD_S, PRESENCE_SILENT_MAX_S
@@ -84,6 +86,7 @@ class Gateway:
     def __init__(self, config: Config, bus: Bus, process: str, source: Path | None = None) -> None:
         inbox = bus.inbox()
         self.draining = False
+        self.settings = Settings(bus, config)
         self.bus = bus
         self.process = process
         self.epoch = f"{int(outside.unix_s() * 1000):013d}-{outside.token(4)}"
@@ -115,6 +118,7 @@ class Gateway:
         self.warm = Warm(bus, self.presences, outside.monotonic_s)
         self.routing = Routing(bus, self.presences, self.warm, process, config.requests.shards, outside.monotonic_s)
         self.account = Account(bus, config.telemetry, process)
+        self.balancing = Balancing(bus, self.presences, self.routing, config.balancer.rules, outside.monotonic_s)
         endpoint = functools.partial(
             Endpoint,
             bus=bus,
@@ -146,6 +150,12 @@ class Gateway:
         completions = Route("/v1/completions", self.completions, methods=["POST"])
         return [chats, completions, *self.personas.routes(), *self.ops.routes()]
 
+    def apply(self, config: Config) -> None:
+        """The configuration has changed, in what may change while we run."""
+        self.admission.in_flight_max = config.gateway.in_flight_max
+        self.guests.shares.bounds = bounds_of(config)
+        self.routing.spill_load = config.placement.spill_load
+
     def presence(self) -> Presence:
         """What it says of itself. Its id is the second token of its reply subjects, so that workers can tell when it is gone."""
         metrics.QUEUED_TOKENS.set(self.guests.shares.queue.tokens)
@@ -159,6 +169,7 @@ class Gateway:
             rate=self.routing.total(),
             rates=self.routing.heaviest(),
             keys=self.guests.shares.used(outside.monotonic_s()),
+            settings=self.settings.version,
         )
 
     async def listen(self) -> None:
@@ -198,13 +209,17 @@ async def running(config: Config, source: Path | None = None) -> AsyncIterator[G
         watcher = Watcher(bus, gateway.presences, outside.monotonic_s)
         announcer = Announcer(bus, gateway.presence, ACCUSER_PERIOD_S)
         await watcher.start()
+        await gateway.settings.start()
+        gateway.settings.apply_to(gateway.apply)
         await gateway.listen()
         await announcer.start()
         await gateway.hear_the_fleet()
         await gateway.warm.start()
         await gateway.routing.start()
+        settings = Background(gateway.settings.run(), "settings")
         warm = Background(gateway.warm.run(), "warm")
         routing = Background(gateway.routing.run(), "routing")
+        balancing = Background(gateway.balancing.run(), "balancing") if config.balancer.enabled else None
         watch = Background(gateway.vigil.run(), "vigil")
         keys = Background(gateway.guests.run(), "keys")
         lag = Background(measure_lag(), "loop lag")
@@ -214,8 +229,11 @@ async def running(config: Config, source: Path | None = None) -> AsyncIterator[G
             await lag.stop()
             await keys.stop()
             await watch.stop()
+            if balancing is not None:
+                await balancing.stop()
             await routing.stop()
             await warm.stop()
+            await settings.stop()
             await gateway.warm.stop()
             gateway.draining = True
             announcer.now()

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import msgspec
 
 from gateway.routing import Routing
-from pipeline.limits import SPILL_LOAD
 from pipeline.protocol import subjects
 from pipeline.protocol.presence import Presences
 
@@ -70,7 +69,9 @@ def explain(creator: str, routing: Routing, presences: Presences, clock: Callabl
         token=token,
         rate=round(routing.rates.top(now_s).get(token, 0.0), 2),
         route=route.reason if route else "hash",
-        why=" ".join([_of_route(len(ways), route.reason if route else None), *map(_of_way, ways)]),
+        why=" ".join(
+            [_of_route(len(ways), route.reason if route else None), *(_of_way(way, routing.spill_load) for way in ways)]
+        ),
         ways=ways,
     )
 
@@ -83,14 +84,14 @@ def _of_route(count: int, reason: str | None) -> str:
     return "It has no exception: its hash names the shard."
 
 
-def _of_way(way: Way) -> str:
+def _of_way(way: Way, spill_load: float) -> str:
     if not way.workers:
         return f"Shard {way.shard}: no prefill worker is ready, so requests wait."
     owner, others = way.workers[0], way.workers[1:]
-    if owner.load < SPILL_LOAD and owner.slots_free:
+    if owner.load < spill_load and owner.slots_free:
         found = "where its prefix is warm" if owner.warm else "whose engine does not hold its prefix yet"
         return f"Shard {way.shard}: {owner.worker} owns it, and takes them, {found}."
-    spare = next((other for other in others if other.slots_free and other.load < SPILL_LOAD), None)
+    spare = next((other for other in others if other.slots_free and other.load < spill_load), None)
     busy = f"Shard {way.shard}: its owner {owner.worker} is at {owner.load:.0%}"
     if spare is None:
         return f"{busy}, and so are the next: whoever has a slot first takes them."

@@ -21,12 +21,13 @@ from gateway.warm import Warm
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import ApiError, BusError
 from pipeline.bus.kv import Bucket
-from pipeline.limits import BALANCE_PERIOD_S, RATES_SAID_MAX, ROUTES_RELOAD_S, WARM_UP_TIMEOUT_S
+from pipeline.limits import BALANCE_PERIOD_S, RATES_SAID_MAX, ROUTES_RELOAD_S, SPILL_LOAD, WARM_UP_TIMEOUT_S
 from pipeline.protocol import placement, routes, subjects
-from pipeline.protocol.messages import Prefix, WantPrefix, WarmUp, encode, prefix_decoder, warmed_up_decoder
+from pipeline.protocol.messages import encode
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.routes import Balancer, Change, Rates, Route, Worker
 from pipeline.protocol.subjects import Shard
+from pipeline.protocol.warm_messages import Prefix, WantPrefix, WarmUp, prefix_decoder, warmed_up_decoder
 from pipeline.telemetry import logs, metrics
 
 BUCKET: Final = "routes"
@@ -46,6 +47,7 @@ class Routing:
         self.rates = Rates()
         self.balancer = Balancer()
         self.routes: dict[str, Route] = {}
+        self.spill_load = SPILL_LOAD
         self._bus, self._presences, self._process = bus, presences, process
         self._shards = shards
         self._clock = clock
@@ -91,7 +93,7 @@ class Routing:
             await self._refresh()
             if self._clock() >= balance_s:
                 balance_s = self._clock() + BALANCE_PERIOD_S
-                if self._leads():
+                if self.leads():
                     await self._balance()
 
     # ---- following
@@ -149,7 +151,7 @@ class Routing:
 
     # ---- writing
 
-    def _leads(self) -> bool:
+    def leads(self) -> bool:
         """Whether ours is the first id of the live gateways."""
         live = [peer.id for peer in self._presences.ready("gateway", self._clock())]
         return bool(live) and self._bus.connected and min(live) == self._process

@@ -1,23 +1,28 @@
 """Typed configuration: defaults, then a TOML file, then the environment (`HEADRACE__GATEWAY__PORT=8080`).
 
-Unknown names are errors, and every error names its place: ``$.gateway.port``.
+Unknown names are errors, and every error names its place: ``$.gateway.port``. What operators change while processes run lies
+over all of it: see `pipeline.protocol.settings`.
 """
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from pipeline.errors import OperatorError
+from pipeline.limits import RESERVE_RATIO, SPILL_BACK_LOAD, SPILL_LOAD
+from pipeline.protocol.balancer import Rules
 from pipeline.protocol.keys import Key
+from pipeline.protocol.settings import Number, Source
 
 ENV_PREFIX: Final = "HEADRACE__"
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 """A TCP port. 0 lets `headrace up` choose a free one."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 Ratio = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -131,6 +136,50 @@ class Engine(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     extra: Mapping[str, Any] = {}
 
 
+class Both(Engine, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine for both roles. Beside `slots` sequences that decode it prefills `prefill_slots` prompts at a time.
+
+    While it only prefills it works on as many as `prefill.slots` says.
+    """
+
+    prefill_slots: Positive = 2
+
+
+class Placement(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a prefill worker leaves its work to others: from one load on, until it is under the other."""
+
+    spill_load: Ratio = SPILL_LOAD
+    spill_back_load: Annotated[float, msgspec.Meta(ge=0, lt=1)] = SPILL_BACK_LOAD
+
+    def __post_init__(self) -> None:
+        if self.spill_back_load >= self.spill_load:
+            raise ValueError("spill_back_load must be less than spill_load")
+
+
+class Credits(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What decode workers promise. `reserve_ratio` of their blocks is never granted."""
+
+    reserve_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = RESERVE_RATIO
+
+
+class Balancer(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Workers for both change their roles as the load asks for it. Pressures are 0…1 (see `pipeline.protocol.balancer`)."""
+
+    enabled: bool = False
+    high: Ratio = Rules().high
+    low: Ratio = Rules().low
+    """A part is the bottleneck while its pressure is `high` and the other's below `low`."""
+    patience_s: PositiveFloat = Rules().patience_s
+    settle_s: PositiveFloat = Rules().settle_s
+    prefill_min: Positive = Rules().prefill_min
+    decode_min: Positive = Rules().decode_min
+
+    @property
+    def rules(self) -> Rules:
+        """As the one who decides reads them."""
+        return Rules(**{name: getattr(self, name) for name in Rules.__struct_fields__})
+
+
 class LMCache(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The KV store of a host, through which prefill hands over to decode."""
 
@@ -188,8 +237,10 @@ class Telemetry(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Up(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The fleet that `headrace up` starts on this machine."""
 
-    prefill: Positive = 1
-    decode: Positive = 1
+    prefill: Count = 1
+    decode: Count = 1
+    both: Count = 0
+    """Workers whose engine can be of either role, and is of both at first."""
     state_dir: str = "~/.cache/headrace"
     """The prepared model, and per run: logs, the broker's files."""
     start_timeout_s: PositiveFloat = 240.0
@@ -207,6 +258,10 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Model = Model()
     prefill: Engine = Engine()
     decode: Engine = Engine(slots=16)
+    both: Both = Both(slots=16)
+    placement: Placement = Placement()
+    credits: Credits = Credits()
+    balancer: Balancer = Balancer()
     lmcache: LMCache = LMCache()
     metrics: Metrics = Metrics()
     simulated: Simulated = Simulated()
@@ -226,6 +281,47 @@ def load(path: Path | None, environ: Mapping[str, str] | None = None) -> Config:
         return msgspec.convert(tree, Config, strict=False)
     except msgspec.ValidationError as error:
         raise OperatorError(f"Configuration in {where}: {error}.", "Correct that entry.") from None
+
+
+def flat(config: Config) -> dict[str, object]:
+    """Every entry by its name, as `gateway.port`."""
+    return dict(_entries(config))
+
+
+def _entries(section: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for field in section.__struct_fields__:
+        value = getattr(section, field)
+        if isinstance(value, _Section):
+            yield from _entries(value, f"{prefix}{field}.")
+        else:
+            yield prefix + field, value
+
+
+def with_live(config: Config, live: Mapping[str, Number]) -> Config:
+    """`config` under live settings, which are entries of its tables by name."""
+    for key, value in live.items():
+        table, _, entry = key.partition(".")
+        section = msgspec.structs.replace(getattr(config, table), **{entry: value})
+        config = msgspec.structs.replace(config, **{table: section})
+    return config
+
+
+def sources(path: Path | None, environ: Mapping[str, str] | None = None) -> dict[str, Source]:
+    """Where each entry comes from that is not a default. Raises `OperatorError` as `load`."""
+    file = _read(path) if path else {}
+    env: dict[str, Any] = {}
+    _overlay(env, os.environ if environ is None else environ)
+    known = flat(Config())
+    found: dict[str, Source] = {key: "file" for key in known if _names(file, key)}
+    return found | {key: "environment" for key in known if _names(env, key)}
+
+
+def _names(tree: Any, key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -102,6 +102,12 @@ BALANCE_PERIOD_S: Final = 1.0
 ROUTES_RELOAD_S: Final = 10.0
 """Between two looks at the whole bucket of routes, for a change that was not heard of."""
 
+SETTINGS_RELOAD_S: Final = 10.0
+"""Between two looks at the bucket of live settings, for a change that was not heard of."""
+
+SETTINGS_AGAIN_S: Final = 0.5
+"""After a change was heard: a second look, since followers may hear of a write before it is stored."""
+
 RATES_SAID_MAX: Final = 32
 """Creators whose rates a gateway's presence names: 1 KB, five times a second. Who asks less is no exception to the hash."""
 
@@ -198,6 +204,9 @@ LETTER_TIMEOUT_S: Final = 1.0
 
 DELIVERIES_MAX: Final = 1000
 """`max_deliver` of the consumers. Deliveries are not failures: a pull that dies with its worker counts as one."""
+
+ORDERS_WAITING_MAX: Final = 16
+"""Orders that wait for a worker to obey the one before: operators are few. Beyond it they go unanswered."""
 
 DRAIN_S: Final = 20.0
 """A worker that is told to stop gives its running requests this long, then lets go of them."""

@@ -17,6 +17,9 @@ LOCAL_CONFIG: Final = CONFIGS / "local.toml"
 JETSTREAM: Final = CONFIGS / "jetstream"
 """Streams and consumers, one JSON file each."""
 
+PLANNING: Final = CONFIGS / "planning"
+"""What `headrace plan` knows of models, hardware and transports."""
+
 NATS_CONFIG: Final = CONFIGS / "nats" / "local.conf"
 """The broker that `headrace up` starts."""
 

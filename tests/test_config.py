@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config import Config, Requests, load
+from pipeline.config import Config, Requests, flat, load, sources, with_live
 from pipeline.errors import OperatorError
 from pipeline.paths import LOCAL_CONFIG
 from pipeline.protocol.keys import Key
@@ -41,7 +41,7 @@ def named(tree: dict[str, Any], prefix: str = "") -> set[str]:
 
 def test_the_shipped_file_names_every_entry_there_is() -> None:
     tree = tomllib.loads(LOCAL_CONFIG.read_text("utf-8"))
-    assert named(tree) == places(Config) - {"prefill.extra", "decode.extra", "gateway.keys"}
+    assert named(tree) == places(Config) - {"prefill.extra", "decode.extra", "both.extra", "gateway.keys"}
 
 
 def test_the_shipped_example_of_a_key_is_one_and_names_every_entry_there_is() -> None:
@@ -56,6 +56,21 @@ def test_the_shipped_example_of_a_key_is_one_and_names_every_entry_there_is() ->
 def test_the_shipped_file_says_what_the_code_defaults_to_but_for_the_reply_length() -> None:
     expected = msgspec.structs.replace(Config(), requests=Requests(default_max_tokens=256))
     assert load(LOCAL_CONFIG, {}) == expected
+
+
+def test_live_settings_lie_over_everything_and_each_entry_knows_its_source(tmp_path: Path) -> None:
+    path = tmp_path / "headrace.toml"
+    path.write_text("[prefill]\nslots = 3\n[gateway]\nport = 1\n", "utf-8")
+    environ = {"HEADRACE__GATEWAY__PORT": "2"}
+    config = with_live(load(path, environ), {"prefill.slots": 5, "credits.reserve_ratio": 0.2})
+    assert (config.prefill.slots, config.gateway.port, config.credits.reserve_ratio) == (5, 2, 0.2)
+    assert flat(config)["prefill.slots"] == 5
+    assert sources(path, environ) == {"prefill.slots": "file", "gateway.port": "environment"}
+
+
+def test_a_worker_cannot_take_back_at_a_higher_load_than_it_gives() -> None:
+    with pytest.raises(OperatorError, match=r"spill_back_load must be less than spill_load"):
+        load(None, {"HEADRACE__PLACEMENT__SPILL_LOAD": "0.5"})
 
 
 def test_the_environment_lies_over_the_file() -> None:

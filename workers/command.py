@@ -10,7 +10,7 @@ import typer
 from pipeline.cli.options import ConfigOption, configuration
 from pipeline.config import Config
 
-Role = Literal["prefill", "decode"]
+Role = Literal["prefill", "decode", "both"]
 
 EngineOption = Annotated[
     Literal["vllm", "simulated"] | None,
@@ -28,19 +28,26 @@ ModelOption = Annotated[
 
 def worker(
     *,
-    role: Annotated[Role, typer.Argument(help="Which pool it joins.", show_default=False)],
+    role: Annotated[
+        Role, typer.Argument(help="Which pool it joins; both: either, or both at once.", show_default=False)
+    ],
     worker_id: Annotated[
         str | None,
         typer.Option("--id", help="Its name in the fleet. Default: role, host and process id.", show_default=False),
     ] = None,
     engine: EngineOption = None,
+    as_role: Annotated[
+        Role | None,
+        typer.Option("--as", help="The role that a worker for both begins in. Default: both.", show_default=False),
+    ] = None,
     model: ModelOption = None,
     metrics_port: Annotated[int, typer.Option("--metrics-port", min=0, max=65535, help="0: no metrics.")] = 0,
     config: ConfigOption = None,
 ) -> None:
-    """Run one prefill or decode worker.
+    """Run one worker: prefill, decode, or both over one engine.
 
-    SIGTERM drains it: it takes no more requests, and ends when its own have ended.
+    SIGTERM drains it: it takes no more requests, and ends when its own have ended. A worker for both may change its role while it
+    runs, by `headrace role`.
 
     Example: headrace worker prefill --id prefill-1
     """
@@ -49,6 +56,8 @@ def worker(
     from pipeline.telemetry import logs
     from workers.supervisor import plan
 
+    if as_role is not None and role != "both":
+        raise typer.BadParameter("only a worker for both can begin as something else", param_hint="--as")
     chosen = plan.chosen(configuration(config), plan.Options(engine=engine, model=model))
     name = worker_id or _name(role)
     logs.configure(name)
@@ -57,7 +66,7 @@ def worker(
 
     from workers.runtime import run_worker
 
-    anyio.run(run_worker, chosen, role, name, model_path, backend_options={"use_uvloop": True})
+    anyio.run(run_worker, chosen, role, name, model_path, as_role, backend_options={"use_uvloop": True})
     if chosen.engine == "vllm":
         _leave()
 
@@ -93,8 +102,11 @@ def keeper(
 def up(
     *,
     engine: EngineOption = None,
-    prefill: Annotated[int | None, typer.Option("--prefill", min=1, help="Prefill workers.")] = None,
-    decode: Annotated[int | None, typer.Option("--decode", min=1, help="Decode workers.")] = None,
+    prefill: Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers.")] = None,
+    decode: Annotated[int | None, typer.Option("--decode", min=0, help="Decode workers.")] = None,
+    both: Annotated[
+        int | None, typer.Option("--both", min=0, help="Workers that may be either, and begin as both.")
+    ] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="Of the gateway; 0 chooses a free one.")
     ] = None,
@@ -112,7 +124,7 @@ def up(
     from workers.supervisor import plan
     from workers.supervisor import up as supervisor
 
-    options = plan.Options(engine=engine, prefill=prefill, decode=decode, port=port, model=model)
+    options = plan.Options(engine=engine, prefill=prefill, decode=decode, both=both, port=port, model=model)
     supervisor.up(config or require(LOCAL_CONFIG), options, ask)
 
 

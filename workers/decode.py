@@ -75,8 +75,11 @@ class DecodeWorker:
         self.bus, self.engine, self.config, self.me = bus, engine, config, me
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
-        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, seats=config.decode.slots)
         self.spans = spans_of(config.telemetry, me.id, "decode")
+        self.paused = False
+        self.beside: Callable[[], int] = lambda: 0
+        """Blocks that others than replies may hold in this engine."""
+        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, config.credits.reserve_ratio, config.decode.slots)
         self.desk = Desk(
             bus=bus,
             engine=engine,
@@ -114,14 +117,41 @@ class DecodeWorker:
                 self._publish(self.ledger.tick(self.clock()))
                 self._measure()
 
+    async def pause(self) -> None:
+        """Promise nothing new. What has been promised is served."""
+        self.paused = True
+        self._publish(self.ledger.close())
+
+    async def resume(self) -> None:
+        """Promise again."""
+        self.paused = False
+        self.ledger.reopen()
+
+    async def close(self) -> None:
+        """Promise nothing new, for good or until `resume`."""
+        self.paused = False
+        self._publish(self.ledger.close())
+
     async def drain(self) -> None:
-        """Promise nothing new, and let what runs finish. The caller sets the bound."""
-        self.ledger.draining = True
+        """Promise nothing new, and let what was promised and what runs finish. The caller sets the bound."""
+        await self.close()
+        while not self.ledger.idle:  # a grant ends by its handoff, or by the asker's silence
+            await anyio.sleep(REPEAT_PERIOD_S / 4)
         await self._jobs.drained()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that it works on, or has promised to."""
+        return self.ledger.count(GrantState.GRANTED) + len(self._jobs)
 
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
         self._jobs.let_go()
+
+    def apply(self, config: Config) -> None:
+        """The configuration has changed, in what may change while we run."""
+        self.config = config
+        self.ledger.resize(config.credits.reserve_ratio, config.decode.slots)
 
     def presence(self) -> Presence:
         """What others may know of this worker."""
@@ -131,8 +161,9 @@ class DecodeWorker:
             id=self.me.id,
             epoch=self.me.epoch,
             ready=self.ready,
-            draining=self.ledger.draining,
-            load=1.0 - self.ledger.free / self.ledger.blocks,
+            draining=not (self.ledger.open or self.paused),
+            paused=self.paused,
+            load=1.0 - self.ledger.free / max(1, self.ledger.blocks),
             blocks=self.ledger.blocks,
             blocks_free=max(0, self.ledger.free - self.ledger.reserve),
             asks_waiting=self.ledger.count(GrantState.WAITING),
@@ -187,7 +218,9 @@ class DecodeWorker:
         if job.ended_by in _TRACED and job.outbox.length:
             self._recorded.tell(job.handoff, job.outbox.length)
         if isinstance(job.error, EngineDead):
-            self.ledger.draining = True  # until the health check ends this process: what came here would only come back
+            self._publish(
+                self.ledger.close()
+            )  # until the health check ends this process: what came here would only come back
 
     def _publish(self, verdicts: Verdicts) -> None:
         for subject, verdict in verdicts:
@@ -200,7 +233,7 @@ class DecodeWorker:
 
     def _measure(self) -> None:
         ledger, usage = self.ledger, self.engine.usage()
-        if not ledger.reconcile(self._engine_blocks()):
+        if not ledger.reconcile(self._engine_blocks(), self.beside()):
             metrics.LEDGER_DISAGREEMENTS.inc()
         for state, blocks in {
             "total": ledger.blocks,

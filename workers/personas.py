@@ -30,10 +30,11 @@ from pipeline.limits import (
 )
 from pipeline.protocol import personas, prefixes
 from pipeline.protocol.budget import cache_salt
-from pipeline.protocol.messages import Prefix, WarmedUp, WarmUp, pack_ids
+from pipeline.protocol.messages import pack_ids
 from pipeline.protocol.personas import BUCKET, Persona
 from pipeline.protocol.routes import Route
 from pipeline.protocol.turns import assembled
+from pipeline.protocol.warm_messages import Prefix, WarmedUp, WarmUp
 from workers.engines.port import Engine
 
 log: Final = structlog.get_logger("personas")

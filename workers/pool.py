@@ -105,6 +105,9 @@ class Pool(Generic[J]):
         """The job that holds a claim."""
         return next((job for job in self._jobs.values() if job.holding.claim == claim), None)
 
+    def __len__(self) -> int:
+        return len(self._jobs)
+
     async def drained(self) -> None:
         """Returns when no job runs."""
         while self._jobs:

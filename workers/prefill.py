@@ -18,7 +18,7 @@ from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
-from pipeline.bus.puller import Delivery, Puller
+from pipeline.bus.puller import EXPIRES_S, LATE_S, Delivery, Puller
 from pipeline.bus.recorder import Recorder
 from pipeline.config import Config
 from pipeline.errors import EngineDead
@@ -68,11 +68,13 @@ class PrefillWorker:
         self.bus, self.engine, self.config, self.me, self.presences = bus, engine, config, me, presences
         self.clock: Callable[[], float] = outside.monotonic_s
         self.slots = Slots(config.prefill.slots)
+        self.slots.thresholds = _thresholds(config)
         self.queued_tokens = 0
         self.ready = False
+        self.paused = False
         self.served = Served()
         self.warmth = Warmth(bus, engine, me, self.clock)
-        self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, lambda: self.slots.load, self._account)
+        self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, self._has_time, self._account)
         self.personas = Personas(bus)
         self.persona_warmer = PersonaWarmer(
             bus, engine, self.personas, config.requests.salt_scope, self.owns, self.warm_ups.warm
@@ -132,17 +134,56 @@ class PrefillWorker:
             self._tasks.start_soon(self._give_back_surplus)
             await self._keep_ranks()
 
+    async def pause(self) -> None:
+        """Take nothing new, and give back what only waits."""
+        self.paused = True
+        await self._close()
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        self.paused = False
+        self.slots.reopen()
+        await self._puller.start()
+        self._offer()
+
     async def drain(self) -> None:
         """Take nothing new, give back what only waits, and let what runs finish. The caller sets the bound."""
-        self.slots.close()
+        await self.close()
+        await self._jobs.drained()
+
+    async def close(self) -> None:
+        """Take nothing new, and give back what only waits, for good or until `resume`."""
+        self.paused = False
+        await self._close()
+
+    async def _close(self) -> None:
+        """A pull that is taken back may have a message under way, which would be lost for a lease: so they end by themselves."""
+        self.slots.close(lingers=True)
+        with anyio.move_on_after(EXPIRES_S + LATE_S):
+            while self._puller.outstanding_total and self.slots.lingers:
+                await anyio.sleep(SURPLUS_HOLD_S / 2)
+        if not self.slots.open:
+            self.slots.close()
         await self._puller.stop()
         self._notice_standstill(self.clock())
         await self._return_surplus()
-        await self._jobs.drained()
+
+    @property
+    def under_way(self) -> int:
+        """Requests that it works on."""
+        return len(self._jobs)
 
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
         self._jobs.let_go()
+
+    def apply(self, config: Config) -> None:
+        """The configuration has changed, in what may change while we run."""
+        self.config = self.desk.config = config
+        self.slots.thresholds = _thresholds(config)
+        self.slots.resize(config.prefill.slots)
+        self._weigh()
+        self._offer()
 
     def presence(self) -> Presence:
         """What others may know of this worker."""
@@ -152,7 +193,8 @@ class PrefillWorker:
             id=self.me.id,
             epoch=self.me.epoch,
             ready=self.ready,
-            draining=not self.slots.open,
+            draining=not (self.slots.open or self.paused),
+            paused=self.paused,
             load=self.slots.load,
             slots=self.slots.capacity,
             slots_free=self.slots.free,
@@ -165,13 +207,16 @@ class PrefillWorker:
             warm_digest=self.warmth.teller.digest,
         )
 
+    def _has_time(self) -> bool:
+        return self.slots.load < self.config.placement.spill_load
+
     def _account(self) -> ShardsServed:
         return ShardsServed(worker=self.me.id, warm_creators=len(self.warmth.teller), shards=self.served.rows())
 
     def owns(self, affinity: str) -> bool:
         """Whether requests of this affinity come here first."""
         number = subjects.partition(affinity, self.config.requests.shards)
-        return self._ranks.get(Shard(CLASSES[0], number)) == 0
+        return self.slots.open and self._ranks.get(Shard(CLASSES[0], number)) == 0
 
     def decoders(self) -> list[Presence]:
         """Decode workers whose engine can load what ours computes; who has missed two presences only where nobody has not."""
@@ -301,3 +346,7 @@ class PrefillWorker:
         job = self._jobs.get(verdict.ask.rpartition(".")[0])
         if job is not None and job.asking is not None:
             job.send(job.verdict(verdict))
+
+
+def _thresholds(config: Config) -> placement.Thresholds:
+    return placement.Thresholds(config.placement.spill_load, config.placement.spill_back_load)

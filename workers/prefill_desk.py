@@ -17,8 +17,8 @@ from workers.referred import Shelf
 from workers.starts import Starts
 
 
-class Desk(msgspec.Struct, frozen=True, kw_only=True):
-    """Its parts, and what a job asks of its worker.
+class Desk(msgspec.Struct, kw_only=True):
+    """Its parts, and what a job asks of its worker. `config` may be replaced while jobs run.
 
     `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
     `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, and `silence_s` how long a decode

@@ -89,11 +89,9 @@ class PrefillJob(Job):
         self._ids: list[int] = []
         self._echo = ""
         self._delivered: list[int] = []
-        self._max_tokens = 0
+        self._max_tokens = self._weight = 0
         self.prefilled: Prefilled | None = None
-        self._weight = 0
-        self._counted = self._suspect = False
-        self._unkept = self._told_error = False
+        self._counted = self._suspect = self._unkept = self._told_error = False
         self._handed: AtPrefill | None = None
         self.span = desk.spans.begin(tracing.context_of(delivery.headers))
         super().__init__(self._deadline_s(), desk.clock)
@@ -276,6 +274,7 @@ class PrefillJob(Job):
             self.intake.deadline_s,
             self.desk.verdicts_at,
             sequences,
+            self.desk.me.id,
         )
         asked_s, had = self._clock(), False
         while True:
@@ -334,6 +333,7 @@ class PrefillJob(Job):
             # Without an arbiter nobody knows whether it was taken: let go, and not by a NAK.
             self._search_again(Event.UNTAKEN if self.holding.arbitrated else Event.DOUBT, grant, silent=True)
         elif answer.state == "accepted":
+            self._counted &= grant.decode != self.desk.me.id  # the same life's record is decode's to take back now
             self.send(self.asking.handed_off(grant))
             self.happen(Event.ACCEPTED)
         elif answer.reason in _REFUSALS:

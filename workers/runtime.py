@@ -8,7 +8,7 @@ It ends with an error when its engine dies: whoever supervises it starts a new o
 import signal
 import time
 from contextlib import AsyncExitStack
-from typing import Final, Literal
+from typing import Final
 
 import anyio
 import anyio.to_thread
@@ -18,25 +18,23 @@ from anyio.abc import TaskGroup
 from pipeline import outside
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus
-from pipeline.bus.presence import Announcer, Watcher
+from pipeline.bus.presence import Watcher
+from pipeline.bus.settings import Settings
 from pipeline.config import Config, Nats
 from pipeline.errors import EngineDead, OperatorError
 from pipeline.limits import DRAIN_S, TURNS_KEPT_MAX
 from pipeline.paths import JETSTREAM
-from pipeline.protocol.messages import Presence
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.subjects import CLASSES
 from pipeline.protocol.turns import TURNS
-from pipeline.telemetry import metrics, spans
+from pipeline.telemetry import spans
 from pipeline.telemetry.lag import measure_lag
-from workers.decode import DecodeWorker
+from workers.control import Control
 from workers.engines.port import Engine
 from workers.identity import new_identity
 from workers.lease_thread import LeaseThread, lease_thread
-from workers.prefill import PrefillWorker
-
-Role = Literal["prefill", "decode"]
-Loop = PrefillWorker | DecodeWorker
+from workers.loops import Loops
 
 log: Final = structlog.get_logger("worker")
 
@@ -47,7 +45,7 @@ HEALTH_PERIOD_S: Final = 0.5
 
 
 def make_engine(config: Config, role: Role, model_path: str | None) -> Engine:
-    """The engine that the configuration names. vLLM is imported here and nowhere before."""
+    """The engine that the configuration names, built for `role`. vLLM is imported here and nowhere before."""
     if config.engine == "simulated":
         from workers.engines.simulated import SimulatedEngine  # noqa: PLC0415
 
@@ -58,11 +56,15 @@ def make_engine(config: Config, role: Role, model_path: str | None) -> Engine:
     return VllmEngine(config, role, model_path)
 
 
-async def run_worker(config: Config, role: Role, worker_id: str, model_path: str | None) -> None:
-    """Run until SIGTERM or SIGINT. Raises `OperatorError` for a set-up that cannot work, `EngineDead` for a lost engine."""
+async def run_worker(
+    config: Config, built_for: Role, worker_id: str, model_path: str | None, role: Role | None = None
+) -> None:
+    """Run until SIGTERM or SIGINT. A worker whose engine is built for both may begin in another `role`.
+
+    Raises `OperatorError` for a set-up that cannot work, `EngineDead` for a lost engine."""
     spans.check(config.telemetry)  # before seconds are spent on an engine
-    engine = make_engine(config, role, model_path)
-    process = _Process(config, role, worker_id, engine)
+    engine = make_engine(config, built_for, model_path)
+    process = _Process(config, built_for, role, worker_id, engine)
     async with AsyncExitStack() as cleanup:
         cleanup.push_async_callback(_shielded_close, engine)
         await process.run()
@@ -76,11 +78,10 @@ async def _shielded_close(engine: Engine) -> None:
 class _Process:
     """The life of the process. `loop` is set once it serves: before that a signal ends it at once."""
 
-    def __init__(self, config: Config, role: Role, worker_id: str, engine: Engine) -> None:
-        self.config, self.role, self.worker_id, self.engine = config, role, worker_id, engine
-        self.loop: Loop | None = None
+    def __init__(self, config: Config, built_for: Role, role: Role | None, worker_id: str, engine: Engine) -> None:
+        self.config, self.built_for, self.role, self.worker_id, self.engine = config, built_for, role, worker_id, engine
+        self.loop: Loops | None = None
         self._draining = False
-        self._announcer: Announcer
         self._leases: LeaseThread
         self._tasks: TaskGroup
 
@@ -100,26 +101,24 @@ class _Process:
                     await self._serve(bus)
 
     async def _serve(self, bus: Bus) -> None:
-        me, presences = new_identity(self.worker_id), Presences()
-        self.loop = loop = (
-            PrefillWorker(bus, self.engine, self.config, me, presences, self._leases)
-            if self.role == "prefill"
-            else DecodeWorker(bus, self.engine, self.config, me, presences, self._leases)
-        )
+        me, presences, settings = new_identity(self.worker_id), Presences(), Settings(bus, self.config)
+        await settings.start()
+        self.loop = loop = Loops(bus, self.engine, settings.now, me, presences, self.built_for, self._leases, self.role)
+        loop.settings_version = lambda: settings.version
+        settings.apply_to(loop.apply)
+        self._tasks.start_soon(settings.run)
         self._tasks.start_soon(self._watch_engine)
+        self._tasks.start_soon(Control(bus, self.worker_id, loop, lambda: self._draining, self._begin_drain).run)
         self._tasks.start_soon(measure_lag)
-        self._announcer = Announcer(bus, lambda: _told(loop.presence(), bus))
         watcher = Watcher(bus, presences, outside.monotonic_s)
         await watcher.start()
-        await self._announcer.start()
         try:
             log.info("serving", epoch=me.epoch)
             await loop.run()
         finally:
             with anyio.CancelScope(shield=True):
-                await self._announcer.stop()
                 await watcher.stop()
-                await anyio.to_thread.run_sync(loop.spans.close)
+                await anyio.to_thread.run_sync(loop.close_spans)
 
     async def _obey_signals(self) -> None:
         """The first signal drains, a second one ends at once."""
@@ -128,10 +127,15 @@ class _Process:
                 if self.loop is None or self._draining:
                     self._tasks.cancel_scope.cancel()
                     return
-                self._draining = True
-                self._tasks.start_soon(self._drain, self.loop)
+                self._begin_drain()
 
-    async def _drain(self, loop: Loop) -> None:
+    def _begin_drain(self) -> None:
+        """By a signal, or by an operator's order."""
+        assert self.loop is not None
+        self._draining = True
+        self._tasks.start_soon(self._drain, self.loop)
+
+    async def _drain(self, loop: Loops) -> None:
         log.info("draining")
         with anyio.move_on_after(DRAIN_S) as bound:
             await loop.drain()
@@ -151,12 +155,6 @@ class _Process:
             except EngineDead:
                 self._leases.engine_failed()
                 raise
-
-
-def _told(said: Presence, bus: Bus) -> Presence:
-    """What is said of us in presence is what `/ready` says, too."""
-    metrics.SERVING.set(said.ready and not said.draining and bus.connected)
-    return said
 
 
 async def check_streams(bus: Bus, nats: Nats) -> streams.Declared:

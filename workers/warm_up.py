@@ -14,18 +14,12 @@ from pipeline import outside
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.errors import ReplyError
-from pipeline.limits import SPILL_LOAD, WARM_UPS_WAITING_MAX
+from pipeline.limits import WARM_UPS_WAITING_MAX
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import (
-    WantPrefix,
-    WarmedUp,
-    WarmUp,
-    encode,
-    prefill_decoder,
-    unpack_ids,
-)
+from pipeline.protocol.messages import encode, unpack_ids
 from pipeline.protocol.prefixes import Prefixes
 from pipeline.protocol.served import ShardsServed
+from pipeline.protocol.warm_messages import WantPrefix, WarmedUp, WarmUp, prefill_decoder
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine
 
@@ -33,7 +27,7 @@ _Asked = tuple[WarmUp, str]
 
 
 class WarmUps:
-    """One worker's answers. `load` is its own, 0…1: while it is high, requests come first. `prefixes` is told of every prompt."""
+    """One worker's answers. While it has no time, requests come first. `prefixes` is told of every prompt."""
 
     def __init__(
         self,
@@ -41,12 +35,12 @@ class WarmUps:
         engine: Engine,
         worker: str,
         prefixes: Prefixes,
-        load: Callable[[], float],
+        has_time: Callable[[], bool],
         served: Callable[[], ShardsServed],
     ) -> None:
         self.prefixes = prefixes
         self._bus, self._engine, self._worker = bus, engine, worker
-        self._load, self._served = load, served
+        self._has_time, self._served = has_time, served
         self._put: MemoryObjectSendStream[_Asked]
         self._take: MemoryObjectReceiveStream[_Asked]
         self._put, self._take = anyio.create_memory_object_stream(WARM_UPS_WAITING_MAX)
@@ -78,7 +72,7 @@ class WarmUps:
 
     async def warm(self, warm_up: WarmUp) -> WarmedUp:
         """Prefill a prefix, if there is time for it."""
-        if self._load() >= SPILL_LOAD:
+        if not self._has_time():
             return WarmedUp("busy")
         prefix = warm_up.prefix
         try:

@@ -107,7 +107,10 @@ class Puller:
         """Deliveries that no slot was counted for: of a pull that had been given up."""
 
     async def start(self) -> None:
-        """Listen for what pulls bring. Before any `pull`."""
+        """Listen for what pulls bring. Before any `pull`, and again after a `stop`; nothing where it listens."""
+        self._stopped = False
+        if self._tasks:
+            return
         await self._new_inbox()
         self._undo = self._bus.on_reconnect(self._reconnected)
         self._tasks = [Background(self._watch(), "puller watch"), Background(self._renew(), "puller renewal")]

@@ -16,12 +16,16 @@ import typer
 from pipeline.cli import (
     OPERATOR_EXIT,
     bench,
+    calibrate,
     chaos,
     chat,
+    config,
+    control,
     dlq,
     doctor,
     key,
     persona,
+    plan,
     record,
     schema,
     shards,
@@ -44,6 +48,12 @@ ORDER: Final = (
     "keeper",
     "streams",
     "doctor",
+    "workers",
+    "drain",
+    "pause",
+    "resume",
+    "role",
+    "config",
     "credits",
     "shards",
     "trace",
@@ -106,11 +116,19 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "schema", schema.schema
     yield "persona", persona.app
     yield "doctor", doctor.doctor
+    yield "workers", control.workers
+    yield "drain", control.drain
+    yield "pause", control.pause
+    yield "resume", control.resume
+    yield "role", control.role
+    yield "config", config.app
     yield "credits", books.show
     yield "shards", shards.shards
     yield "trace", trace.trace
     yield "dlq", dlq.app
     yield "chaos", chaos.chaos
+    yield "plan", plan.plan
+    yield "calibrate", calibrate.calibrate
     yield "simulate", simulate.simulate
     for entry in importlib.metadata.entry_points(group=GROUP):
         yield entry.name, entry.load()

@@ -126,8 +126,9 @@ def _add(rows: Iterable[Row], accounts: Iterable["ShardsServed"]) -> None:
 async def _served(bus: "Bus", worker: str) -> "ShardsServed | None":
     from pipeline.bus.errors import BusError
     from pipeline.protocol import subjects
-    from pipeline.protocol.messages import WantShards, encode
+    from pipeline.protocol.messages import encode
     from pipeline.protocol.served import shards_served_decoder
+    from pipeline.protocol.warm_messages import WantShards
 
     try:
         return shards_served_decoder.decode(await bus.request(subjects.prefill(worker), encode(WantShards()), ANSWER_S))

@@ -126,7 +126,7 @@ def _fleet(facts: Facts) -> Iterator[Finding]:
 
 
 def _pool(role: str, pool: Sequence[Presence]) -> Finding:
-    serving = [one.id for one in pool if one.ready and not one.draining]
+    serving = [one.id for one in pool if one.takes]
     if serving:
         return _ok(role, f"{len(serving)} {role} worker{'s' if len(serving) > 1 else ''}: {_some(serving)}.")
     if pool:

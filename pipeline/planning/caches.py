@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 
-from pipeline.planning.source import PERSONA_BLOCKS
 from pipeline.planning.traffic import Request
 
 
@@ -25,7 +24,7 @@ class Cache:
         persona = runs.get(request.creator, 0)
         if not persona:
             return 0
-        history = runs.get(request.history, 0) if persona == PERSONA_BLOCKS else 0
+        history = runs.get(request.history, 0) if persona == request.persona else 0
         if history:
             runs.move_to_end(request.history)
         runs.move_to_end(request.creator)
@@ -33,9 +32,9 @@ class Cache:
 
     def put(self, request: Request) -> None:
         """All full blocks of the prompt are here now."""
-        runs, history = self._runs, request.blocks - PERSONA_BLOCKS
+        runs, history = self._runs, request.blocks - request.persona
         self._grow(request.history, history)
-        self._grow(request.creator, PERSONA_BLOCKS)
+        self._grow(request.creator, request.persona)
         while self.used > self.capacity:
             oldest, blocks = next(iter(runs.items()))
             over = self.used - int(self.capacity)
@@ -58,4 +57,5 @@ class Cache:
         if blocks > known:
             self.used += blocks - known
             self._runs[run] = blocks
-        self._runs.move_to_end(run)
+        if run in self._runs:
+            self._runs.move_to_end(run)

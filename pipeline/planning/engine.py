@@ -5,13 +5,15 @@ A request in a slot: find its blocks, load those that LMCache has and HBM has no
     begin ──► load (link) ──► compute (shared) ──► store (link) ──► done, slot free
 """
 
-import heapq
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import msgspec
 
 from pipeline.planning import source
 from pipeline.planning.caches import Cache
 from pipeline.planning.events import Events
+from pipeline.planning.processor import Processor
 from pipeline.planning.traffic import Request
 
 
@@ -51,27 +53,39 @@ class Served(NamedTuple):
         return self.done_s - self.request.at_s + source.FIRST_TOKEN_S
 
 
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engines of a fleet can do. The default is the source's."""
+
+    prefill_tokens_per_s: float = source.PREFILL_TOKENS_PER_S
+    overhead_s: float = source.PREFILL_OVERHEAD_S
+    slots: int = source.PREFILL_SLOTS
+    hbm_blocks: int = source.HBM_BLOCKS
+    link_blocks_per_s: float = source.LINK_BLOCKS_PER_S
+    lmcache_blocks: int = source.LMCACHE_BLOCKS
+    lmcache_blocks_per_s: float = source.LMCACHE_BLOCKS_PER_S
+
+
+SOURCE: Final = Machine()
+
+
 class Engine:
     """One engine. `done` is called as a request leaves its slot; whoever calls `begin` sees to it that there is one."""
 
-    def __init__(self, name: str, events: Events, tier: Tier, done: Callable[[Served], None], slots: int) -> None:
-        self.name, self.slots = name, slots
+    def __init__(
+        self, name: str, events: Events, tier: Tier, done: Callable[[Served], None], machine: Machine = SOURCE
+    ) -> None:
+        self.name, self.slots = name, machine.slots
         self.running = 0
-        self.hbm = Cache(source.HBM_BLOCKS)
+        self.hbm = Cache(machine.hbm_blocks)
+        self._machine = machine
         self._events, self._tier, self._done = events, tier, done
-        self._link = Link(source.LINK_BLOCKS_PER_S)
-        self._jobs: list[tuple[float, int, Request, int, int]] = []
-        """What computes, by when it is through on `_progress`: the engine's seconds that each of them has had."""
-        self._progress = 0.0
-        self._updated_s = 0.0
-        self._count = 0
-        self._computed_s = 0.0
+        self._link = Link(machine.link_blocks_per_s)
+        self._processor = Processor(events)
 
     @property
     def computed_s(self) -> float:
         """For how long this engine has computed anything."""
-        since_s = self._events.now_s - self._updated_s if self._jobs else 0.0
-        return self._computed_s + since_s
+        return self._processor.computed_s
 
     def begin(self, request: Request) -> None:
         """A request takes a slot."""
@@ -99,34 +113,11 @@ class Engine:
         return max(self._link.carry(blocks, now_s), self._tier.link.carry(blocks, now_s))
 
     def _compute(self, request: Request, hbm: int, found: int) -> None:
-        self._pass()
-        work_s = source.PREFILL_OVERHEAD_S
-        work_s += (request.tokens - found * source.BLOCK_TOKENS) / source.PREFILL_TOKENS_PER_S
-        self._count += 1
-        heapq.heappush(self._jobs, (self._progress + work_s, self._count, request, hbm, found))
-        self._arrange()
+        tokens = request.tokens - found * source.BLOCK_TOKENS
+        work_s = self._machine.overhead_s + tokens / self._machine.prefill_tokens_per_s
+        self._processor.take(work_s, self._computed, request, hbm, found)
 
-    def _pass(self) -> None:
-        """Bring `_progress` up to now."""
-        now_s = self._events.now_s
-        if self._jobs:
-            self._progress += (now_s - self._updated_s) / len(self._jobs)
-            self._computed_s += now_s - self._updated_s
-        self._updated_s = now_s
-
-    def _arrange(self) -> None:
-        if self._jobs:
-            self._count += 1
-            left_s = (self._jobs[0][0] - self._progress) * len(self._jobs)
-            self._events.after(left_s, self._step, self._count)
-
-    def _step(self, arranged: int) -> None:
-        """The first is through, unless another has come since this was arranged."""
-        if arranged != self._count:
-            return
-        self._pass()
-        _, _, request, hbm, found = heapq.heappop(self._jobs)
-        self._arrange()
+    def _computed(self, request: Request, hbm: int, found: int) -> None:
         self.hbm.put(request)
         new = request.blocks - self._tier.cache.match(request)
         self._events.at(self._carry(new), self._stored, request, hbm, found)

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from pipeline.planning import source
-from pipeline.planning.engine import Engine, Served, Tier
+from pipeline.planning.engine import SOURCE, Engine, Machine, Served, Tier
 from pipeline.planning.events import Events
 from pipeline.planning.traffic import Request
 
@@ -37,12 +37,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Fleet(ABC):
     """Workers `p0`, `p1`, …, each with an engine, over one LMCache."""
 
-    def __init__(self, *, workers: int = source.PREFILL_WORKERS) -> None:
+    def __init__(self, *, workers: int = source.PREFILL_WORKERS, machine: Machine = SOURCE) -> None:
         self.events = Events()
-        self.tier = Tier(source.LMCACHE_BLOCKS, source.LMCACHE_BLOCKS_PER_S)
+        self.tier = Tier(machine.lmcache_blocks, machine.lmcache_blocks_per_s)
         self.engines = {
-            f"p{number}": Engine(f"p{number}", self.events, self.tier, self._done, source.PREFILL_SLOTS)
-            for number in range(workers)
+            f"p{number}": Engine(f"p{number}", self.events, self.tier, self._done, machine) for number in range(workers)
         }
         self._left = 0
         self._from_s = 0.0

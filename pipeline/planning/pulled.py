@@ -10,7 +10,7 @@ import msgspec
 from pipeline.limits import PRESENCE_PERIOD_S, SURPLUS_HOLD_S
 from pipeline.planning import source
 from pipeline.planning.broker import Broker
-from pipeline.planning.engine import Engine, Served
+from pipeline.planning.engine import SOURCE, Engine, Machine, Served
 from pipeline.planning.events import Events
 from pipeline.planning.fleet import Fleet, Outcome
 from pipeline.planning.traffic import Request
@@ -99,8 +99,10 @@ class _Worker:
 class Headrace(Fleet):
     """Pulls by rank, spill, and exceptions to the hash."""
 
-    def __init__(self, *, workers: int = source.PREFILL_WORKERS, shards: int = SHARDS) -> None:
-        super().__init__(workers=workers)
+    def __init__(
+        self, *, workers: int = source.PREFILL_WORKERS, shards: int = SHARDS, machine: Machine = SOURCE
+    ) -> None:
+        super().__init__(workers=workers, machine=machine)
         self._shards = [Shard("interactive", number) for number in range(shards)]
         self._broker = Broker(self.events, self._shards)
         self._workers = {name: _Worker(self.events, self._broker, engine) for name, engine in self.engines.items()}

@@ -19,7 +19,8 @@ HOT: str = "hot"
 
 
 class Request(NamedTuple):
-    """One turn. `history` names the run of its window, `blocks` are all full blocks of the prompt, `tokens` all its tokens."""
+    """One turn. `history` names the run of its window, `blocks` are all full blocks of the prompt, `tokens` all its tokens; the
+    first `persona` blocks are the creator's."""
 
     at_s: float
     creator: str
@@ -27,6 +28,26 @@ class Request(NamedTuple):
     history: int
     blocks: int
     tokens: int
+    persona: int = source.PERSONA_BLOCKS
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what a prompt consists: a persona, `turns_kept` turns of history and up to `turns_step` - 1 more, a message."""
+
+    persona_tokens: int = source.PERSONA_TOKENS
+    turn_tokens: int = source.TURN_TOKENS
+    message_tokens: int = source.MESSAGE_TOKENS
+    turns_kept: int = source.TURNS_KEPT
+    turns_step: int = source.TURNS_STEP
+
+    @property
+    def persona_blocks(self) -> int:
+        """Full blocks that all requests of a creator share."""
+        return self.persona_tokens // source.BLOCK_TOKENS
+
+    def tokens(self, turns: int) -> int:
+        """Of a prompt with so many turns of history."""
+        return self.persona_tokens + self.turn_tokens * turns + self.message_tokens
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +59,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     creators: int = source.CREATORS
     conversations: int = source.CONVERSATIONS
     turns_mean: int = source.TURNS_MEAN
+    shape: Shape = Shape()
 
 
 class _Conversation:
@@ -51,14 +73,14 @@ class _Conversation:
 
 def requests(load: Workload) -> Iterator[Request]:
     """Endless, in order of time: a Poisson stream whose turns belong to any of the conversations under way."""
-    chance = random.Random(f"{load.seed}/{load.hot_share}")
+    chance, shape = random.Random(f"{load.seed}/{load.hot_share}"), load.shape
     windows = begun = at_s = 0.0
 
     def begin() -> _Conversation:
         nonlocal windows, begun
         windows, begun = windows + 1, begun + 1
         creator = HOT if chance.random() < load.hot_share else f"c{zipf(chance.random(), load.creators)}"
-        turns = source.TURNS_KEPT + chance.randrange(source.TURNS_STEP)
+        turns = shape.turns_kept + chance.randrange(shape.turns_step)
         left = 1 + int(chance.expovariate(1.0 / load.turns_mean))
         return _Conversation(creator, f"v{begun:.0f}", int(windows), turns, left)
 
@@ -67,13 +89,14 @@ def requests(load: Workload) -> Iterator[Request]:
         at_s += chance.expovariate(load.per_s)
         place = int(chance.random() * load.conversations)
         one = under_way[place]
-        tokens = source.PERSONA_TOKENS + source.TURN_TOKENS * one.turns + source.MESSAGE_TOKENS
-        yield Request(at_s, one.creator, one.name, one.window, tokens // source.BLOCK_TOKENS, tokens)
+        tokens = shape.tokens(one.turns)
+        blocks = tokens // source.BLOCK_TOKENS
+        yield Request(at_s, one.creator, one.name, one.window, blocks, tokens, shape.persona_blocks)
         one.turns += 1
         one.left -= 1
-        if one.turns == source.TURNS_KEPT + source.TURNS_STEP:
+        if one.turns == shape.turns_kept + shape.turns_step:
             windows += 1
-            one.turns, one.window = source.TURNS_KEPT, int(windows)
+            one.turns, one.window = shape.turns_kept, int(windows)
         if not one.left:
             under_way[place] = begin()
 

@@ -40,11 +40,19 @@ class _Asked(msgspec.Struct):
 class Asking:
     """One request's search for a grant. `grant` is set when it has one; `impossible` says why none can ever come.
 
-    `seats`: the sequences that it will be. `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
+    `seats`: the sequences that it will be. `home` is the asker's own worker: where that decodes as well, and has room, what it
+    has prefilled need not travel. `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
     """
 
     def __init__(
-        self, request: str, claim: str, blocks: int, deadline_s: float, answer_to: str, seats: int = 1
+        self,
+        request: str,
+        claim: str,
+        blocks: int,
+        deadline_s: float,
+        answer_to: str,
+        seats: int = 1,
+        home: str = "",
     ) -> None:
         self.request = request
         self.claim = claim
@@ -52,6 +60,7 @@ class Asking:
         self.seats = seats
         self.deadline_s = deadline_s
         self.answer_to = answer_to
+        self.home = home
         self.grant: Grant | None = None
         self.impossible: str | None = None
         self._asked: dict[str, _Asked] = {}
@@ -138,19 +147,22 @@ class Asking:
         Where all have been silent they are asked again, but not at once: a restarted broker knows nobody for a moment.
         """
         asked = {entry.decode for entry in self._asked.values()} | self._never.keys()
-        candidates = [
-            presence for presence in live if presence.ready and not presence.draining and presence.id not in asked
-        ]
+        candidates = [presence for presence in live if presence.takes and presence.id not in asked]
         if self._asked:
             candidates = [presence for presence in candidates if presence.blocks_free >= self.blocks]
         heard = [presence for presence in candidates if presence.id not in self._silent]
         if not candidates or not (heard or now_s - self._last_s >= SECOND_ASK_AFTER_S):
             return None
         candidates = heard or candidates
+        at_home = next((presence for presence in candidates if presence.id == self.home), None)
+        if at_home is not None and self._room(at_home) >= self.blocks:
+            return at_home
         drawn = [candidates[int(roll * len(candidates))] for roll in rolls]
-        return max(
-            drawn, key=lambda presence: (presence.blocks_free - presence.asks_waiting * self.blocks, presence.id)
-        )
+        return max(drawn, key=lambda presence: (self._room(presence), presence.id))
+
+    def _room(self, presence: Presence) -> int:
+        """Blocks that are free there, once those have theirs who wait."""
+        return presence.blocks_free - presence.asks_waiting * self.blocks
 
     def _ask(self, choice: Presence, now_s: float) -> Send:
         self._count += 1

@@ -86,6 +86,8 @@ class _Entry(msgspec.Struct):
     heard_s: float
     until_s: float
     consumed_s: float = 0.0
+    seats: int = 0
+    """Taken by its grant: how many there may be can change meanwhile."""
 
 
 Verdicts = list[tuple[str, Verdict]]
@@ -104,18 +106,39 @@ class Ledger:
         self.decode = decode
         self.epoch = epoch
         self.blocks = blocks
-        self.reserve = math.ceil(blocks * reserve_ratio)
+        self.withheld = 0
         self.free = blocks
-        self.seats_max = None if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
         self.seats = 0
+        self._reserve_ratio = reserve_ratio
+        self._to_withhold, self._settled = 0, True
+        self.resize(reserve_ratio, seats)
         self.totals = Totals()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: OrderedDict[str, _Entry] = OrderedDict()
-        self.draining = False
+        self.open = True
         self.disagreements = 0
         self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
         self._replies_s: deque[float] = deque(maxlen=REPLIES_REMEMBERED)
+
+    def resize(self, reserve_ratio: float, seats: int | None) -> None:
+        """Keep so much in reserve, and serve so many sequences at a time, from the next grant on."""
+        self._reserve_ratio = reserve_ratio
+        self.reserve = math.ceil(self.blocks * reserve_ratio)
+        self.seats_max = None if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
+
+    def withhold(self, blocks: int, *, for_good: bool = True) -> None:
+        """Keep so many blocks of the engine for others than replies: those that are free at once, more as they come back."""
+        self._to_withhold, self._settled = blocks, for_good
+        self._withhold()
+
+    def _withhold(self) -> None:
+        change = min(self._to_withhold - self.withheld, self.free)
+        if change:
+            self.withheld += change
+            self.blocks -= change
+            self.free -= change
+            self.reserve = math.ceil(self.blocks * self._reserve_ratio)
 
     @property
     def quick_s(self) -> float:
@@ -184,6 +207,24 @@ class Ledger:
                 self._drop(ask_id)
         return self._grant(now_s)
 
+    def close(self) -> Verdicts:
+        """Grant nothing any more. Who waits is told, and asks elsewhere; what is granted stays so."""
+        self.open = False
+        waiting = [entry.ask for entry in self._waiting.values()]
+        for ask in waiting:
+            self._drop(ask.ask)
+        self.totals.refused += len(waiting)
+        return [self._refused(ask, "takes nothing new") for ask in waiting]
+
+    def reopen(self) -> None:
+        """Grant again."""
+        self.open = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is granted or consumed."""
+        return not self.seats
+
     def count(self, state: GrantState) -> int:
         """Asks that are in this state now."""
         return sum(entry.state is state for entry in self._entries.values())
@@ -213,12 +254,13 @@ class Ledger:
             **msgspec.structs.asdict(self.totals),
         )
 
-    def reconcile(self, engine_blocks: int) -> bool:
+    def reconcile(self, engine_blocks: int, beside: int = 0) -> bool:
         """Whether the engine uses no more than was handed over. Counts it where it does: then somebody goes past the ledger.
 
-        The engine speaks once a step, so its word is held against the most that was handed over since about then.
+        The engine speaks once a step, so its word is held against the most that was handed over since about then. `beside`: what
+        prefills may hold in the same engine.
         """
-        self._handed_over.append(self.blocks_in(GrantState.CONSUMED))
+        self._handed_over.append(self.blocks_in(GrantState.CONSUMED) + beside)
         agrees = engine_blocks <= max(self._handed_over)
         self.disagreements += not agrees
         return agrees
@@ -228,24 +270,24 @@ class Ledger:
         totals, held = self.totals, self.blocks_in(GrantState.GRANTED) + self.blocks_in(GrantState.CONSUMED)
         outstanding = self.count(GrantState.GRANTED) + self.count(GrantState.CONSUMED)
         assert totals.granted == totals.released + totals.expired + totals.returned + outstanding, self.totals
-        taken = sum(self._seats(entry.ask) for entry in self._entries.values() if entry.state is not GrantState.WAITING)
+        taken = sum(entry.seats for entry in self._entries.values() if entry.state is not GrantState.WAITING)
         assert self.seats == taken, (self.seats, taken)
-        assert self.seats_max is None or taken <= self.seats_max, taken
         assert 0 <= self.free <= self.blocks, self.free
         assert self.free + held == self.blocks, (self.free, held, self.blocks)
         assert self.count(GrantState.WAITING) == len(self._waiting) <= ASKS_WAITING_MAX
 
     def _refusal(self, ask: Ask) -> str:
+        if not self.open:
+            return "takes nothing new"
         if ask.blocks > self.blocks - self.reserve:
             return f"needs {ask.blocks} KV blocks, and no request may hold more than {self.blocks - self.reserve}"
-        if self.draining:
-            return "draining"
         if len(self._waiting) >= ASKS_WAITING_MAX:
             return "too many asks wait"
         return ""
 
     def _grant(self, now_s: float) -> Verdicts:
         """Serve the waiting, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
+        self._withhold()
         out: Verdicts = []
         while self._waiting:
             entry = self._next(now_s)
@@ -254,7 +296,8 @@ class Ledger:
             del self._waiting[entry.ask.ask]
             entry.state = GrantState.GRANTED
             self.free -= entry.ask.blocks
-            self.seats += self._seats(entry.ask)
+            entry.seats = self._seats(entry.ask)
+            self.seats += entry.seats
             self.totals.granted += 1
             out.append(self._verdict(entry))
         return out
@@ -280,7 +323,7 @@ class Ledger:
             del self._waiting[ask_id]
         else:
             self.free += entry.ask.blocks
-            self.seats -= self._seats(entry.ask)
+            self.seats -= entry.seats
 
     def _verdict(self, entry: _Entry) -> tuple[str, Verdict]:
         state: Literal["waiting", "granted"] = "waiting" if entry.state is GrantState.WAITING else "granted"
@@ -290,7 +333,7 @@ class Ledger:
         )
 
     def _refused(self, ask: Ask, reason: str) -> tuple[str, Verdict]:
-        never = ask.blocks > self.blocks - self.reserve
+        never = self.open and self._settled and ask.blocks > self.blocks - self.reserve
         verdict = Verdict(
             ask=ask.ask,
             request=ask.request,

@@ -297,46 +297,16 @@ class HandoffAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="handoff-answ
 
 
 # --------------------------------------------------------------------------------------------------------------
-# To a prefill worker: prefixes ahead of demand, and what it has served
-
-
-class WantPrefix(msgspec.Struct, frozen=True, tag="want-prefix"):
-    """Which prefix do the prompts of this creator (a subject token) share? Answered with a `Prefix`."""
-
-    creator: str
-
-
-class Prefix(msgspec.Struct, frozen=True, tag="prefix"):
-    """Packed token ids and the salt under which they are cached; no ids where the worker knows of none."""
-
-    salt: str = ""
-    ids: bytes = b""
-
-
-class WarmUp(msgspec.Struct, frozen=True, kw_only=True, tag="warm-up"):
-    """Load a prefix into the engine's own cache, before requests of its creator come. Answered with a `WarmedUp`."""
-
-    creator: str
-    prefix: Prefix
-
-
-class WarmedUp(msgspec.Struct, frozen=True, tag="warmed-up"):
-    """`cached_tokens` of the prefix were there or loaded, not computed. `busy`: not done, requests come first."""
-
-    state: Literal["warm", "busy", "failed"]
-    cached_tokens: int = 0
-
-
-class WantShards(msgspec.Struct, frozen=True, tag="want-shards"):
-    """What has this worker served of each shard? Answered with `ShardsServed`."""
-
-
-# --------------------------------------------------------------------------------------------------------------
 # To everybody
 
 
 class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
-    """A process lives. `load` is 0…1 of its own scarcest resource; blocks are a decode worker's, slots a prefill worker's."""
+    """A process lives. `load` is 0…1 of its own scarcest resource; blocks are a decode worker's, slots a prefill worker's.
+
+    `paused`: it takes nothing new, by an operator's order, and lives on. `settings`: how far it has followed the bucket of
+    live settings. A worker with both loops says it once for each: `serves_as` is what it is in all, or is becoming, and
+    `built_for` what its engine can be.
+    """
 
     v: Version = 1
     role: Literal["gateway", "prefill", "decode"]
@@ -344,6 +314,10 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     epoch: str
     ready: bool
     draining: bool = False
+    paused: bool = False
+    settings: int = 0
+    serves_as: str = ""
+    built_for: str = ""
     load: float = 0.0
     slots: int = 0
     slots_free: int = 0
@@ -367,6 +341,11 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     warm_digest: int = 0
     unix_s: float = 0.0
     """When this was said, by the clock of who says it: a wrong one shows (`headrace doctor`)."""
+
+    @property
+    def takes(self) -> bool:
+        """Whether it takes work now."""
+        return self.ready and not self.draining and not self.paused
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -430,9 +409,4 @@ account_decoder: Final = msgspec.msgpack.Decoder(Account)
 verdict_decoder: Final = msgspec.msgpack.Decoder(Verdict)
 handoff_decoder: Final = msgspec.msgpack.Decoder(Handoff)
 handoff_answer_decoder: Final = msgspec.msgpack.Decoder(HandoffAnswer)
-prefill_decoder: Final[msgspec.msgpack.Decoder[WantPrefix | WarmUp | WantShards]] = msgspec.msgpack.Decoder(
-    WantPrefix | WarmUp | WantShards
-)
-prefix_decoder: Final = msgspec.msgpack.Decoder(Prefix)
-warmed_up_decoder: Final = msgspec.msgpack.Decoder(WarmedUp)
 presence_decoder: Final = msgspec.msgpack.Decoder(Presence)

@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+import msgspec
+
 from pipeline.limits import PULL_RANK_MAX, SPILL_BACK_LOAD, SPILL_LOAD, WORKERS_SCORED_MAX
 from pipeline.protocol.subjects import Shard
 
@@ -101,9 +103,16 @@ def load(*, busy: int, slots: int, queued_tokens: int, queued_tokens_max: int, k
     return min(1.0, max(busy / slots, queued_tokens / queued_tokens_max, kv_usage_ratio))
 
 
-def spills(load_ratio: float, spilling: bool) -> bool:
-    """Whether a worker of this load leaves its work to others, given whether it did before.
+class Thresholds(msgspec.Struct, frozen=True):
+    """A worker begins to spill at one load and ends at the other. Between the two it goes on as it is, and does not flap."""
 
-    It begins at `SPILL_LOAD` and ends at `SPILL_BACK_LOAD`: between the two it goes on as it is, so that it does not flap.
-    """
-    return load_ratio >= SPILL_LOAD or (spilling and load_ratio > SPILL_BACK_LOAD)
+    spill: float = SPILL_LOAD
+    back: float = SPILL_BACK_LOAD
+
+
+THRESHOLDS: Final = Thresholds()
+
+
+def spills(load_ratio: float, spilling: bool, at: Thresholds = THRESHOLDS) -> bool:
+    """Whether a worker of this load leaves its work to others, given whether it did before."""
+    return load_ratio >= at.spill or (spilling and load_ratio > at.back)

@@ -7,7 +7,7 @@ what was known (a new persona, or another template) begins anew.
 from collections import OrderedDict
 
 from pipeline.limits import PREFIXES_MAX
-from pipeline.protocol.messages import Prefix
+from pipeline.protocol.warm_messages import Prefix
 
 _TOKEN_BYTES = 4
 

@@ -49,8 +49,8 @@ class Presences:
         return sorted(self._live(role, now_s), key=lambda presence: presence.id)
 
     def ready(self, role: str, now_s: float) -> list[Presence]:
-        """Those of them that take work: warmed up, and not draining."""
-        return [presence for presence in self.live(role, now_s) if presence.ready and not presence.draining]
+        """Those of them that take work: warmed up, neither draining nor paused."""
+        return [presence for presence in self.live(role, now_s) if presence.takes]
 
     def get(self, role: str, process: str, now_s: float) -> Presence | None:
         """The presence of one process, while it lives."""

@@ -124,8 +124,11 @@ class Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.thresholds = placement.THRESHOLDS
         self.busy = 0
         self.open = True
+        self.lingers = False
+        """Closed, but what its last pulls bring is taken, where there is a slot."""
         self.spilling = False
         self.outstanding = 0
         """Pulls that stand at the broker."""
@@ -140,17 +143,29 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that no request holds."""
-        return self.capacity - self.busy
+        """Slots that no request holds. None while there are more requests than slots: some were taken away."""
+        return max(0, self.capacity - self.busy)
 
     @property
     def load(self) -> float:
         """0…1: what the worker said last, but for its slots, of which we always know."""
-        return max(self._scarcer, self.busy / self.capacity)
+        return min(1.0, max(self._scarcer, self.busy / self.capacity))
 
     @load.setter
     def load(self, said: float) -> None:
         self._scarcer = said if said > self.busy / self.capacity else 0.0
+
+    def resize(self, capacity: int) -> None:
+        """There are so many slots now. Where more are busy, nothing new is taken until they are fewer."""
+        if capacity == self.capacity:
+            return
+        self.capacity = capacity
+        own = [lane for lane in self._lanes.values() if lane.rank == 0]
+        for lane in own:
+            self._lift(lane)
+        self._own = _Lanes(max(1, ceil(capacity / 2)))
+        for lane in own:
+            self._lay(lane)
 
     def rank(self, ranks: Mapping[Shard, int], now_s: float) -> list[Offer]:
         """The ranks have changed. Pulls that stand keep their old priority until they end."""
@@ -178,7 +193,7 @@ class Slots:
             lane.low = min(lane.low, lane.outstanding)  # the broker serves better priorities first
         lane.backlog = backlog
         lane.asked_s = now_s
-        has_slot = self.open and self.busy < self.capacity
+        has_slot = (self.open or self.lingers) and self.busy < self.capacity
         if has_slot:
             self.busy += 1
         else:
@@ -201,7 +216,7 @@ class Slots:
         """A request has left its slot. Returns the key of the surplus delivery that takes it, the oldest, if any is held."""
         self.busy -= 1
         assert self.busy >= 0
-        if not self._held or not self.open:
+        if not self._held or not (self.open or self.lingers) or self.busy >= self.capacity:
             return None
         key = next(iter(self._held))
         del self._held[key]
@@ -210,7 +225,7 @@ class Slots:
 
     def surplus(self, now_s: float) -> list[Hashable]:
         """Held deliveries whose time is up: to be given back."""
-        late = [key for key, (_, until_s) in self._held.items() if now_s >= until_s or not self.open]
+        late = [key for key, (_, until_s) in self._held.items() if now_s >= until_s or not (self.open or self.lingers)]
         for key in late:
             shard, _ = self._held.pop(key)
             lane = self._lanes[shard]
@@ -219,13 +234,17 @@ class Slots:
             self._lay(lane)
         return late
 
-    def close(self) -> None:
-        """Offer nothing any more."""
-        self.open = False
+    def close(self, *, lingers: bool = False) -> None:
+        """Offer nothing any more. `lingers`: pulls stand at the broker still, and what they bring is not sent back."""
+        self.open, self.lingers = False, lingers
+
+    def reopen(self) -> None:
+        """Offer again."""
+        self.open, self.lingers = True, False
 
     def offers(self, now_s: float) -> list[Offer]:
         """The pulls to add now; remembers them as standing."""
-        self.spilling = placement.spills(self.load, self.spilling)
+        self.spilling = placement.spills(self.load, self.spilling, self.thresholds)
         if not self.open or self.busy >= self.capacity:
             return []
         self._wake(now_s)

@@ -6,8 +6,8 @@ that no id can widen a subject, hit another's, or name a wildcard.
 
     requests.in.<class>.<affinity>.<creator>          what producers and gateways publish
     requests.shard.<n>.<class>.<affinity>.<creator>   what the stream stores: n = partition(affinity)
-    credit.<decode>   handoff.<decode>   holder.<worker>   control.cancel.<request>
-    control.trace.<request>   presence.<role>.<id>   dlq.<reason>.<class>
+    credit.<decode>   handoff.<decode>   holder.<worker>   presence.<role>.<id>   dlq.<reason>.<class>
+    control.cancel.<request>   control.trace.<request>   control.worker.<worker>
     trace.ask   trace.record.<recorder>
     turns.<creator>.<conversation>   chat.sent.<creator>.<conversation>
 """
@@ -187,6 +187,11 @@ def trace(request: str) -> str:
 def trace_any() -> str:
     """What hears of every such question."""
     return "control.trace.*"
+
+
+def control(worker: str) -> str:
+    """Where a worker takes an operator's orders."""
+    return f"control.worker.{worker}"
 
 
 def presence(role: str, process: str) -> str:

@@ -51,6 +51,8 @@ _ENDINGS: Final = (
 """Of `pipeline.protocol.outcomes`: how a request ends at a worker."""
 
 LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "headrace_pressure": {"part": ("prefill", "decode")},
+    "headrace_turns": {"role": ("prefill", "decode", "both")},
     "headrace_requests": {
         "outcome": _OUTCOMES,
         "klass": CLASSES,
@@ -164,6 +166,12 @@ DUPLICATE_TOKENS: Final = Counter(
 # --------------------------------------------------------------------------------------------------------------
 # Prefill worker
 
+ROLE_CHANGE_SECONDS: Final = Histogram(
+    "headrace_role_change_seconds",
+    "From a change of a worker's role until nothing of the former one is under way.",
+    buckets=(0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 60),
+    registry=REGISTRY,
+)
 PREFILLS: Final = Counter(
     "headrace_prefills", "Requests a prefill worker is done with, by how.", ("outcome",), registry=REGISTRY
 )
@@ -304,6 +312,12 @@ LEDGER_DISAGREEMENTS: Final = Counter(
 
 ROUTES: Final = Gauge(
     "headrace_routes", "Creators whose requests are spread or moved, by reason.", ("reason",), registry=REGISTRY
+)
+PRESSURE: Final = Gauge(
+    "headrace_pressure", "What the balancer measures of each part, 0 to 1.", ("part",), registry=REGISTRY
+)
+TURNS: Final = Counter(
+    "headrace_turns", "Changes of roles that the balancer has ordered.", ("role",), registry=REGISTRY
 )
 ROUTE_CHANGES: Final = Counter(
     "headrace_route_changes", "Exceptions to the hash that this gateway has written.", ("kind",), registry=REGISTRY

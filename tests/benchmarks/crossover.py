@@ -157,7 +157,8 @@ def _measured(direct_tokens_max: int, rounds: int, lengths: list[int]) -> dict[i
     """What was met by each length."""
     times: dict[int, list[Met]] = {length: [] for length in lengths}
     chance = random.Random(direct_tokens_max)
-    with _stack(direct_tokens_max) as running, httpx.Client(base_url=running.gateway, timeout=120.0) as client:
+    entries = f"default_max_tokens = 256\ndirect_tokens_max = {direct_tokens_max}\n"
+    with stack(entries) as running, httpx.Client(base_url=running.gateway, timeout=120.0) as client:
         persona = " ".join(chance.choices(WORDS, k=PREFIX_TOKENS))
         for number in range(2):  # cold, and once as those that are measured
             _ask(client, persona, f"{number} " + " ".join(chance.choices(WORDS, k=lengths[0])))
@@ -194,15 +195,17 @@ def _ask(client: httpx.Client, persona: str, message: str) -> Asked:
 
 
 @contextlib.contextmanager
-def _stack(direct_tokens_max: int) -> Iterator[Running]:
-    """`headrace up`, ready; at its end nothing is left."""
+def stack(requests: str, simulated: str = "") -> Iterator[Running]:
+    """`headrace up`, ready, with these entries of `[requests]`; at its end nothing is left. On the real engines, unless there are
+    entries of `[simulated]`."""
     with tempfile.TemporaryDirectory(prefix="headrace-crossover-") as folder:
         config, log = Path(folder, "headrace.toml"), Path(folder, "up.log")
-        requests = f"[requests]\ndefault_max_tokens = 256\ndirect_tokens_max = {direct_tokens_max}\n"
-        config.write_text(f"{PORTS}{requests}[up]\nstate_dir = '{folder}'\n")
+        engine = f"[simulated]\n{simulated}" if simulated else ""
+        config.write_text(f"{PORTS}[requests]\n{requests}[up]\nstate_dir = '{folder}'\n{engine}")
+        which = ["--engine", "simulated"] if simulated else ["--model", _model()]
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), "--model", _model()],
+                [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), *which],
                 cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
         try:

@@ -62,7 +62,7 @@ def held(account: Account) -> int:
 
 
 async def _held_blocks(stack: Stack) -> int:
-    return sum([held(await audit(stack, worker.name)) for worker in stack.workers("decode")])
+    return sum([held(await audit(stack, worker.name)) for worker in stack.ledgers()])
 
 
 async def _slots_taken(stack: Stack) -> int:

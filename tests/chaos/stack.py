@@ -53,6 +53,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: int = 3
     decode: int = 3
+    both: int = 0
+    begin_as: tuple[str, ...] = ()
+    more: Mapping[str, object] = {}
     gateways: int = 2
     step_s: float = 0.005
     decode_slots: int = 64
@@ -69,22 +72,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "SIMULATED__STEP_S": self.step_s,
             "SIMULATED__KV_BLOCKS": self.kv_blocks,
             "DECODE__SLOTS": self.decode_slots,
+            "BOTH__SLOTS": self.decode_slots,
             "GATEWAY__IN_FLIGHT_MAX": self.in_flight_max,
             "REQUESTS__STARTS_MAX": self.starts_max,
             "TELEMETRY__OTLP_ENDPOINT": self.otlp_endpoint,
         }
-        return {f"HEADRACE__{place}": str(value) for place, value in places.items()}
+        return {f"HEADRACE__{place}": str(value) for place, value in {**places, **self.more}.items()}
 
 
 class Part:
     """One part of the stack and its present process. `hit` is set once we have asked for its end."""
 
     def __init__(self, name: str, command: tuple[str, ...], role: Role | None = None, port: int = 0) -> None:
-        """`port`: where a gateway serves."""
+        """`role`: the loop that it is known by. `port`: where a gateway serves."""
         self.name = name
         self.url = f"http://127.0.0.1:{port}" if port else ""
         self.command = command
         self.role = role
+        self.begins: str | None = role
         self.process: Process | None = None
         self.hit = False
         self.paused = False
@@ -119,6 +124,10 @@ class Stack:
     # ------------------------------------------------------------------------------------------------------
     # What runs
 
+    def ledgers(self) -> list[Part]:
+        """The workers that keep books: a worker for both does so in every role."""
+        return [part for part in self.workers() if part.role == "decode" or part.name.startswith("both")]
+
     def workers(self, role: Role | None = None) -> list[Part]:
         """Those of a role, or all of them."""
         return [part for part in self.parts.values() if part.role and role in (None, part.role)]
@@ -143,6 +152,11 @@ class Stack:
             return False
         return worker.process is not None and not worker.hit and not worker.paused
 
+    def takes(self, role: Role, worker: str) -> bool:
+        """Whether a worker says that it takes work of this role."""
+        said = self._presences.get(role, worker, outside.monotonic_s())
+        return said is not None and said.takes
+
     def slots_taken(self) -> int:
         """Slots of prefill workers that are not free, as they last said."""
         said = self._presences.live("prefill", outside.monotonic_s())
@@ -153,8 +167,12 @@ class Stack:
         await self.until(lambda: all(map(self.serves, self.workers())), "workers do not serve")
         with anyio.fail_after(START_S_MAX):
             for gateway in self.gateways():
-                while not await self.sees(gateway, len(self.workers("prefill")), len(self.workers("decode"))):
+                while not await self.sees(gateway, self._begin("prefill"), self._begin("decode")):
                     await anyio.sleep(5 * PROBE_S)
+
+    def _begin(self, role: Role) -> int:
+        """Workers that begin with this loop, alone or beside the other."""
+        return sum(worker.begins in (role, "both") for worker in self.workers())
 
     async def sees(self, gateway: Part, prefill: int, decode: int) -> bool:
         """Whether a gateway is ready, and knows of so many workers."""
@@ -285,7 +303,17 @@ class Stack:
             for number in range(1, count + 1):
                 name = f"{role}-{number}"
                 parts.append(Part(name, self._headrace("worker", role, "--id", name, "--engine", "simulated"), role))
+        parts += [self._both(number) for number in range(1, self.settings.both + 1)]
         return parts
+
+    def _both(self, number: int) -> Part:
+        name, begins = f"both-{number}", "both"
+        if self.settings.begin_as:
+            begins = self.settings.begin_as[number - 1]
+        command = self._headrace("worker", "both", "--id", name, "--engine", "simulated", "--as", begins)
+        part = Part(name, command, "prefill" if begins == "prefill" else "decode")
+        part.begins = begins
+        return part
 
     def _environment(self) -> Mapping[str, str]:
         return {

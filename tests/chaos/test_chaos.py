@@ -5,7 +5,7 @@ Times are not judged here: the cores may be busy. `headrace chaos` reports them.
 
 import pytest
 
-from tests.chaos import overload
+from tests.chaos import overload, roles
 from tests.chaos.overload import SLOW
 from tests.chaos.run import DEFAULT_KINDS, Plan, run
 from tests.chaos.stack import Settings
@@ -45,6 +45,20 @@ def test_a_rolling_restart_of_every_worker_is_not_noticed() -> None:
     report = run(Plan(requests=160, rate=16.0, rolling=True, settings=FLEET))
     assert sound(report), report
     assert report.kills_by_kind == {"prefill": 2, "decode": 2}
+
+
+def test_workers_that_change_their_roles_under_load_lose_nothing() -> None:
+    changed = roles.run(roles.Plan(rate=20.0))
+    assert sound(changed.report), changed.report
+    assert len(changed.turns) == len(roles.TURNS)
+    assert changed.during_s, "requests were under way while roles changed"
+
+
+def test_workers_for_both_that_are_killed_lose_nothing() -> None:
+    both = Settings(prefill=0, decode=0, both=3)
+    report = run(Plan(requests=200, rate=20.0, kills=5, seed=4, kinds=("decode", "pause"), settings=both))
+    assert sound(report), report
+    assert report.kills >= 2
 
 
 def test_ten_times_more_than_the_fleet_can_do_is_refused_and_not_lost() -> None:

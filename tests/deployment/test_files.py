@@ -22,6 +22,7 @@ from gateway.app import DRAIN_RATIO
 from pipeline.config import Config, load
 from pipeline.limits import DRAIN_S
 from pipeline.paths import CONFIGS
+from pipeline.protocol.arrangement import Role
 from pipeline.telemetry import metrics
 from tests.cli.test_main import headrace
 from tests.deployment.cluster import PRODUCTION
@@ -273,7 +274,7 @@ def test_every_variable_is_a_setting_and_gives_a_role_its_key_and_inboxes() -> N
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_engines_settings_agree_on_a_gpu(role: launch.Role, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engines_settings_agree_on_a_gpu(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "cpu_build", lambda: False)
     config = production()
     arguments = launch.engine_arguments(config, role, config.model.source)

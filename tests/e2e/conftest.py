@@ -29,6 +29,9 @@ ENGINES = "[model]\ndtype = 'float32'\nmax_model_len = 3072\ntool_parser = 'herm
 """How all engines that are compared with each other are set up. In bfloat16 near-ties come out differently (`test_split.py`)."""
 SMALL_DECODE = "[decode]\nkv_cache_bytes = 160_000_000\n"
 """3,400 tokens in float32: room for one full context, as vLLM demands, and not for a dozen short requests: some must wait."""
+PORTS = (
+    "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
+)
 START_S = 90.0
 """For an LMCache server to answer: it imports torch, and there may be one busy core."""
 
@@ -175,16 +178,20 @@ def stacks(tmp_path_factory: pytest.TempPathFactory, model_path: str) -> Iterato
 def brought_up(folder: Path, model_path: str, model: str) -> Iterator[Running]:
     """`headrace up`, ready. At its end nothing is left: no process, no shared memory."""
     config, log = folder / "headrace.toml", folder / "up.log"
-    ports = "[nats]\nurl = 'nats://127.0.0.1:0'\nmonitor_port = 0\n[gateway]\nport = 0\n[lmcache]\nport = 0\nhttp_port = 0\n"
     config.write_text(
-        f"{ports}{ENGINES}{model}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}"
+        f"{PORTS}{ENGINES}{model}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}"
         f"[up]\nprefill = {PREFILL_WORKERS}\nstate_dir = '{folder}'\n"
     )
+    with up(config, log, folder, model_path) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def up(config: Path, log: Path, folder: Path, model_path: str, *options: str) -> Iterator[Running]:
+    """`headrace up` with its state in `folder`, ready. At its end nothing of it is left."""
+    command = [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), "--model", model_path, *options]
     with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.cli", "up", "--config", str(config), "--model", model_path],
-            cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
-        )  # fmt: skip
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, start_new_session=True)
     try:
         running = await_ready(process, folder / "last.json", log)
         yield running

@@ -15,18 +15,10 @@ from pipeline.bus.connection import Bus, Message
 from pipeline.bus.kv import Bucket
 from pipeline.paths import JETSTREAM
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import (
-    Prefix,
-    Presence,
-    WantPrefix,
-    WarmedUp,
-    WarmUp,
-    encode,
-    pack_ids,
-    prefill_decoder,
-)
+from pipeline.protocol.messages import Presence, encode, pack_ids
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.routes import Balancer, Change, Route, Worker
+from pipeline.protocol.warm_messages import Prefix, WantPrefix, WarmedUp, WarmUp, prefill_decoder
 from tests.bus.support import api, eventually
 from tests.nats_server import NatsServer
 

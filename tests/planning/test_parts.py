@@ -10,7 +10,7 @@ import pytest
 from pipeline.planning import source
 from pipeline.planning.broker import PULL_LIFE_S, Broker
 from pipeline.planning.caches import Cache
-from pipeline.planning.engine import Engine, Served, Tier
+from pipeline.planning.engine import Engine, Machine, Served, Tier
 from pipeline.planning.events import Events
 from pipeline.planning.source import HOP_S, PERSONA_BLOCKS
 from pipeline.planning.traffic import HOT, Request, Workload, requests, zipf
@@ -121,7 +121,7 @@ class Bench:
     def __init__(self, slots: int = 4) -> None:
         self.events, self.tier = Events(), Tier(source.LMCACHE_BLOCKS, source.LMCACHE_BLOCKS_PER_S)
         self.served: list[Served] = []
-        self.engine = Engine("p0", self.events, self.tier, self.served.append, slots)
+        self.engine = Engine("p0", self.events, self.tier, self.served.append, Machine(slots=slots))
 
     def run(self) -> None:
         self.events.run(lambda: True)
@@ -152,7 +152,7 @@ def test_what_is_in_hbm_is_neither_loaded_nor_computed_and_what_lmcache_has_is_l
     assert bench.engine.computed_s - COLD_S == pytest.approx(
         source.PREFILL_OVERHEAD_S + 290 / source.PREFILL_TOKENS_PER_S
     )
-    other = Engine("p1", bench.events, bench.tier, bench.served.append, 4)
+    other = Engine("p1", bench.events, bench.tier, bench.served.append)
     other.begin(request(history=2))
     bench.run()
     assert (bench.served[2].hbm, bench.served[2].lmcache) == (0, 130)

@@ -44,6 +44,13 @@ def test_an_ask_says_how_many_sequences_it_will_be() -> None:
     assert (sent.message.blocks, sent.message.seats) == (10, 4)
 
 
+def test_what_was_prefilled_here_is_decoded_here_where_there_is_room() -> None:
+    at_home = Asking("r", "c", 10, FAR_S, "inbox", home="home")
+    assert at_home.tick(0.0, [peer("home", 10), peer("b", 100)], (0.9, 0.9))[0].decode == "home"
+    at_home = Asking("r", "c", 10, FAR_S, "inbox", home="home")
+    assert at_home.tick(0.0, [peer("home", 19, waiting=1), peer("b", 100)], (0.9, 0.9))[0].decode == "b"
+
+
 def test_an_ask_is_repeated_under_its_id_every_period() -> None:
     search = asking()
     [first] = search.tick(0.0, [peer("a")], (0, 0))

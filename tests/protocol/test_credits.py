@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -77,7 +78,7 @@ def test_what_can_never_fit_is_refused_for_good() -> None:
     assert "90" in verdict.reason
 
 
-def test_a_full_waiting_list_and_a_draining_worker_refuse_for_now() -> None:
+def test_a_full_waiting_list_and_a_closed_ledger_refuse_for_now() -> None:
     book = ledger()
     book.ask(ask("a", 90), 0.0, FAR_S)
     for number in range(ASKS_WAITING_MAX):
@@ -85,8 +86,51 @@ def test_a_full_waiting_list_and_a_draining_worker_refuse_for_now() -> None:
     [(_, verdict)] = book.ask(ask("late"), 0.0, FAR_S)
     assert (verdict.state, verdict.never) == ("refused", False)
     book = ledger()
-    book.draining = True
+    book.close()
     assert states(book.ask(ask("a"), 0.0, FAR_S)) == {"a": "refused"}
+
+
+def test_who_waits_where_nothing_is_granted_any_more_is_told_and_what_is_granted_stays() -> None:
+    book = ledger()
+    book.ask(ask("a", 90), 0.0, FAR_S)
+    book.ask(ask("b", 5), 0.0, FAR_S)
+    [(subject, verdict)] = book.close()
+    assert (subject, verdict.state, verdict.never) == ("inbox.b", "refused", False)
+    assert book.totals.refused == 1
+    idle = [book.idle]
+    assert book.consume("a", "e1", 0.0) is Consumption.FRESH
+    assert book.release("a", 1.0, whole=True) == []
+    assert [*idle, book.idle] == [False, True]
+    book.check()
+    book.reopen()
+    assert states(book.ask(ask("b", 5), 1.0, FAR_S)) == {"b": "granted"}
+
+
+def test_blocks_are_withheld_as_they_come_back_and_given_back_at_once() -> None:
+    book = ledger()
+    book.ask(ask("a", 60), 0.0, FAR_S)
+    book.withhold(70)
+    assert (book.withheld, book.blocks, book.free, book.reserve) == (40, 60, 0, 6)
+    book.check()
+    assert states(book.ask(ask("b", 10), 0.0, FAR_S)) == {"b": "waiting"}
+    assert states(book.give_back("a", 0.0)) == {"b": "granted"}
+    assert (book.withheld, book.blocks, book.free) == (70, 30, 20)
+    book.withhold(0)
+    assert (book.withheld, book.blocks, book.free, book.reserve) == (0, 100, 90, 10)
+    book.check()
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_what_is_too_large_only_for_now_is_not_refused_for_good(for_good: bool) -> None:
+    book = ledger()
+    book.withhold(50, for_good=for_good)
+    [(_, verdict)] = book.ask(ask("a", 60), 0.0, FAR_S)
+    assert (verdict.state, verdict.never) == ("refused", for_good)
+
+
+def test_what_prefills_hold_in_the_same_engine_is_no_disagreement() -> None:
+    assert not ledger().reconcile(20)
+    assert ledger().reconcile(20, 20)
 
 
 def test_a_grant_is_spent_once_and_a_repeated_handoff_is_recognised() -> None:
@@ -294,6 +338,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def finishes(self, name: str) -> None:
         if name in self.consumed and self.book._entries.get(name):
             self.book.release(name, self.now_s, whole=True)
+
+    @rule(blocks=st.integers(0, 60))
+    def a_role_changes(self, blocks: int) -> None:
+        self.book.withhold(blocks)
+        self.book.tick(self.now_s)
 
     @rule(passed_s=st.floats(0.0, 1.0))
     def time_passes(self, passed_s: float) -> None:

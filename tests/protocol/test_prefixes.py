@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.protocol.messages import Prefix, pack_ids
+from pipeline.protocol.messages import pack_ids
 from pipeline.protocol.prefixes import Prefixes, shared
+from pipeline.protocol.warm_messages import Prefix
 
 PERSONA = list(range(100, 160))
 

@@ -243,6 +243,52 @@ def test_a_closed_worker_takes_nothing_and_gives_back_what_it_holds() -> None:
     assert made.free == 1
 
 
+def test_a_worker_that_lingers_takes_what_its_last_pulls_bring_and_offers_nothing() -> None:
+    made = slots(1)
+    made.close(lingers=True)
+    assert made.delivered("a", OWN, 0, 0.0)
+    assert not made.delivered("b", ALSO, 0, 0.0)
+    assert made.surplus(0.0) == [], "a slot may become free for it"
+    assert made.finished() == "b"
+    assert made.finished() is None
+    assert made.offers(0.0) == []
+    made.close()
+    assert not made.delivered("c", FOREIGN, 0, 0.0)
+
+
+def test_a_worker_that_is_opened_again_offers_what_it_has_free() -> None:
+    made = slots(1)
+    made.close()
+    for shard in (OWN, ALSO, FOREIGN):
+        made.ended(shard, 1)
+    assert made.offers(0.0) == []
+    made.reopen()
+    assert {offer.shard for offer in made.offers(0.0)} == {OWN, ALSO, FOREIGN}
+
+
+def test_fewer_slots_than_requests_take_nothing_new_until_they_are_fewer() -> None:
+    made = slots(4)
+    for number in range(4):
+        made.delivered(number, OWN, 0, 0.0)
+    made.resize(2)
+    assert (made.free, made.load) == (0, 1.0)
+    assert not made.delivered("more", ALSO, 0, 0.0)
+    assert [made.finished(), made.finished()] == [None, None]
+    assert made.finished() == "more"
+    assert made.offers(0.0) == []
+    made.finished()
+    assert made.offers(0.0) != []
+    assert made.free == 1
+
+
+def test_more_slots_hold_more_hands_open_on_own_shards() -> None:
+    made = slots(2)
+    made.resize(2)
+    assert made.offers(0.0) == [], "nothing has changed"
+    made.resize(8)
+    assert Offer(OWN, 3, 0) in made.offers(0.0), "four hands, of which one stood there"
+
+
 class SlotsMachine(RuleBasedStateMachine):
     """A broker with a few shards, against the slots: no overcommitment, nothing lost, no free slot beside a backlog."""
 

@@ -24,6 +24,7 @@ import anyio
 import msgspec
 
 from pipeline.config import Config
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.credits import GrantState
 from pipeline.protocol.messages import Ask
 from pipeline.protocol.pieces import Echo
@@ -36,7 +37,6 @@ from workers.engines.simulated import SimulatedEngine
 from workers.pool import J, Pool
 from workers.prefill import PrefillWorker
 from workers.prefill_job import PrefillJob
-from workers.runtime import Role
 
 PREFILL, DECODE = "prefill-1", "decode-1"
 

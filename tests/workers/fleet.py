@@ -12,18 +12,30 @@ import msgspec
 
 from pipeline.bus import streams
 from pipeline.bus.connection import Bus, Message
-from pipeline.bus.presence import Announcer, Watcher
+from pipeline.bus.presence import Watcher
+from pipeline.bus.settings import Settings
 from pipeline.config import Config, Engine, LMCache, Nats, Requests, Simulated
 from pipeline.paths import JETSTREAM
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import Cancel, Done, Failed, Tokens, claim_decoder, encode, frames_decoder, unpack_ids
+from pipeline.protocol.arrangement import Role
+from pipeline.protocol.messages import (
+    Cancel,
+    Done,
+    Failed,
+    Tokens,
+    claim_decoder,
+    encode,
+    frames_decoder,
+    unpack_ids,
+)
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.reply import Receiver
+from workers.control import Control
 from workers.decode import DecodeWorker
 from workers.engines.simulated import SimulatedEngine
 from workers.identity import new_identity
+from workers.loops import Loops
 from workers.prefill import PrefillWorker
-from workers.runtime import Role
 
 MakeEngine = Callable[[Config, Role], SimulatedEngine]
 
@@ -47,10 +59,20 @@ def config_for(url: str, *, slots: int = 4, default_max_tokens: int = 12, **simu
 class Running(msgspec.Struct):
     """One worker of the fleet."""
 
-    loop: PrefillWorker | DecodeWorker
+    loops: Loops
     engine: SimulatedEngine
     bus: Bus
     scope: anyio.CancelScope
+    leaves: bool = False
+
+    def leave(self, tasks: anyio.abc.TaskGroup) -> None:
+        """As a process does that is told to drain."""
+        self.leaves = True
+        tasks.start_soon(self._drain)
+
+    async def _drain(self) -> None:
+        await self.loops.drain()
+        self.scope.cancel()
 
 
 class Reply(msgspec.Struct):
@@ -78,14 +100,14 @@ class Fleet:
 
     def prefill(self, name: str = "prefill-1") -> PrefillWorker:
         """A prefill loop by name."""
-        loop = self.workers[name].loop
-        assert isinstance(loop, PrefillWorker)
+        loop = self.workers[name].loops.prefill
+        assert loop is not None
         return loop
 
     def decode(self, name: str = "decode-1") -> DecodeWorker:
         """A decode loop by name."""
-        loop = self.workers[name].loop
-        assert isinstance(loop, DecodeWorker)
+        loop = self.workers[name].loops.decode
+        assert loop is not None
         return loop
 
     def kill(self, name: str) -> None:
@@ -109,21 +131,22 @@ class Fleet:
         engine, presences = self._engine(config, role), Presences()
         await engine.start()
         async with await Bus.connect(config.nats.url, name) as bus:
-            me = new_identity(name)
-            loop = (
-                PrefillWorker(bus, engine, config, me, presences)
-                if role == "prefill"
-                else DecodeWorker(bus, engine, config, me, presences)
-            )
-            watcher, announcer = Watcher(bus, presences, time.monotonic), Announcer(bus, loop.presence)
+            me, settings = new_identity(name), Settings(bus, config)
+            await settings.start()
+            loops = Loops(bus, engine, settings.now, me, presences, role)
+            loops.settings_version = lambda: settings.version
+            settings.apply_to(loops.apply)
+            watcher = Watcher(bus, presences, time.monotonic)
             await watcher.start()
-            await announcer.start()
             with anyio.CancelScope() as scope:
-                self.workers[name] = Running(loop, engine, bus, scope)
-                started.set()
-                await loop.run()
+                async with anyio.create_task_group() as tasks:
+                    running = self.workers[name] = Running(loops, engine, bus, scope)
+                    control = Control(bus, name, loops, lambda: running.leaves, lambda: running.leave(tasks))
+                    tasks.start_soon(control.run)
+                    tasks.start_soon(settings.run)
+                    started.set()
+                    await loops.run()
             with anyio.CancelScope(shield=True):
-                await announcer.stop()
                 await watcher.stop()
                 await engine.close()
 
@@ -207,7 +230,7 @@ class Caller:
 
 @asynccontextmanager
 async def fleet(
-    config: Config, *, prefill: int = 1, decode: int = 1, engine: MakeEngine = SimulatedEngine
+    config: Config, *, prefill: int = 1, decode: int = 1, both: int = 0, engine: MakeEngine = SimulatedEngine
 ) -> AsyncIterator[Fleet]:
     """A fleet that serves."""
     async with await Bus.connect(config.nats.url, "test") as bus, anyio.create_task_group() as tasks:
@@ -217,7 +240,12 @@ async def fleet(
             await made.add("decode", f"decode-{number + 1}")
         for number in range(prefill):
             await made.add("prefill", f"prefill-{number + 1}")
-        await until(lambda: all(made.prefill(name).decoders() for name in made.workers if name.startswith("prefill")))
+        for number in range(both):
+            await made.add("both", f"both-{number + 1}")
+        await until(
+            lambda: all(made.prefill(name).decoders() for name in made.workers if not name.startswith("decode"))
+        )
+        await until(lambda: not any(running.loops.turning for running in made.workers.values()))
         yield made
         tasks.cancel_scope.cancel()
 

@@ -14,6 +14,7 @@ from pipeline.bus.kv import Bucket
 from pipeline.config import Config, Conversations
 from pipeline.protocol import conversations as slots
 from pipeline.protocol import personas, subjects
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.conversations import Slot
 from pipeline.protocol.messages import Done, Failed
 from pipeline.protocol.personas import Persona
@@ -24,7 +25,6 @@ from tests.workers.fleet import Caller, Fleet, Reply, backlog, config_for, fleet
 from workers import conversations
 from workers.engines.port import Rendered
 from workers.engines.simulated import SimulatedEngine
-from workers.runtime import Role
 
 pytestmark = pytest.mark.anyio
 

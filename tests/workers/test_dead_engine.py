@@ -34,12 +34,12 @@ async def test_a_decode_worker_with_a_dead_engine_promises_nothing_more(broker: 
         made.workers["decode-1"].engine.die()
         dead = made.decode("decode-1").ledger
         for number in range(60):  # it is asked first in one of four
-            if dead.draining:
+            if not dead.open:
                 break
             reply = await made.ask(creator=f"c{number}", max_tokens=4)
             assert isinstance(reply.end, Done)
             assert reply.end.usage.decode == "decode-2"
-        made.decode("decode-2").ledger.draining = True  # so that only the dead one is left to ask
+        made.decode("decode-2").ledger.open = False  # so that only the dead one is left to ask
         await made.bus.barrier()
-        assert dead.draining
+        assert not dead.open
         assert dead.totals.granted <= 2

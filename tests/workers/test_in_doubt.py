@@ -12,6 +12,7 @@ import pytest
 from pipeline.bus.connection import Bus, Message
 from pipeline.errors import EngineDead
 from pipeline.limits import ACK_WAIT_S, LEASE_PERIOD_S, LEASE_SILENT_MAX_S, LEASE_SPARE_S
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.messages import Done
 from pipeline.protocol.request import READY, Effect, Event, Prefill, Stage, step_prefill
 from tests.nats_server import NatsServer
@@ -22,7 +23,7 @@ from workers.engines.simulated import SimulatedEngine
 from workers.jobs import TELLING_GRACE_S
 from workers.lease_thread import LeaseThread
 from workers.leases import PERIOD_S, LeaseKeeper, Told
-from workers.runtime import Role, _Process
+from workers.runtime import _Process
 
 pytestmark = pytest.mark.anyio
 
@@ -136,7 +137,7 @@ async def test_both_workers_keep_a_lease_no_longer_than_its_end_may_take_to_be_t
 async def process(made: Fleet, role: Role, name: str) -> AsyncIterator[_Process]:
     """A worker process as it really is, lease thread and all, but in this loop."""
     engine = SimulatedEngine(made.config, role)
-    started = _Process(made.config, role, name, engine)
+    started = _Process(made.config, role, None, name, engine)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(started.run)
         await until(lambda: started.loop is not None and started.loop.ready)

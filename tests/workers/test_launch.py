@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config import Config, Engine, LMCache, Model
+from pipeline.config import Both, Config, Engine, LMCache, Model
 from pipeline.errors import OperatorError
+from pipeline.protocol.arrangement import Role
 from workers.engines import launch
 from workers.engines.fingerprint import SAMPLE_BYTES, fingerprint
 
-ROLES: tuple[launch.Role, ...] = ("prefill", "decode")
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 
 
 @pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
@@ -27,9 +28,9 @@ def replaced(**tables: Any) -> Config:
     return msgspec.structs.replace(Config(), **tables)
 
 
-def test_prefill_stores_and_decode_only_loads() -> None:
+def test_who_prefills_stores_and_who_only_decodes_only_loads() -> None:
     roles = {role: launch.connector(Config(), role)["kv_role"] for role in ROLES}
-    assert roles == {"prefill": "kv_producer", "decode": "kv_consumer"}
+    assert roles == {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
 def test_a_chunk_that_is_gone_is_recomputed() -> None:
@@ -59,11 +60,15 @@ def test_what_is_for_cpu_stays_on_cpu(cpu: bool) -> None:
 
 
 def test_each_role_has_its_own_settings() -> None:
-    config = replaced(prefill=Engine(slots=2, threads=3, kv_cache_bytes=1 << 20), decode=Engine(slots=9, threads=4))
-    prefill, decode = (launch.engine_arguments(config, role, "/model") for role in ROLES)
-    assert (prefill["max_num_seqs"], decode["max_num_seqs"]) == (2, 9)
+    config = replaced(
+        prefill=Engine(slots=2, threads=3, kv_cache_bytes=1 << 20),
+        decode=Engine(slots=9, threads=4),
+        both=Both(slots=5, prefill_slots=2),
+    )
+    prefill, decode, both = (launch.engine_arguments(config, role, "/model") for role in ROLES)
+    assert (prefill["max_num_seqs"], decode["max_num_seqs"], both["max_num_seqs"]) == (2, 9, 7)
     assert prefill["kv_cache_memory_bytes"] == 1 << 20
-    assert [launch.environment(config, role)["OMP_NUM_THREADS"] for role in ROLES] == ["3", "4"]
+    assert [launch.environment(config, role)["OMP_NUM_THREADS"] for role in ROLES] == ["3", "4", "1"]
 
 
 def test_extra_arguments_win() -> None:

@@ -52,6 +52,19 @@ def test_the_simulated_engine_needs_only_the_broker() -> None:
     }
 
 
+def test_workers_for_both_are_a_fleet_of_their_own() -> None:
+    alone = units(plan.chosen(Config(), Options(engine="simulated", prefill=0, decode=0, both=2)))
+    assert [name for name in alone if name.startswith(("prefill", "decode", "both"))] == ["both-1", "both-2"]
+    assert alone["both-1"].ready == Present("decode", "both-1")
+    assert "both" in alone["both-1"].command
+
+
+@pytest.mark.parametrize(("options", "said"), [(Options(prefill=0), "prefill"), (Options(decode=0), "decode")])
+def test_a_fleet_in_which_nobody_would_do_a_part_is_refused(options: Options, said: str) -> None:
+    with pytest.raises(OperatorError, match=f"Nobody would {said}"):
+        plan.chosen(Config(), options)
+
+
 def test_workers_fall_with_lmcache_and_with_nothing_else() -> None:
     real = list(units(REAL).values())
     assert plan.falling_with(real, "lmcache") == ("prefill-1", "decode-1")

@@ -9,6 +9,7 @@ from workers.supervisor.restarts import (
     Again,
     Death,
     GiveUp,
+    StayAway,
     describe,
     verdict,
 )
@@ -47,6 +48,13 @@ def test_what_was_never_ready_is_given_up_after_a_few_tries() -> None:
 
 def test_a_ready_life_in_between_begins_the_count_anew() -> None:
     assert isinstance(verdict([UNREADY] * 4 + [QUICK] + [UNREADY] * 4), Again)
+
+
+def test_a_worker_that_ends_well_was_told_to_and_stays_away() -> None:
+    left = Death(lived_s=1.0, was_ready=True, status=0)
+    assert verdict([left], may_leave=True) == StayAway()
+    assert verdict([left]) == Again(0.25), "what nobody tells to end but us has no reason to"
+    assert isinstance(verdict([Death(lived_s=1.0, was_ready=False, status=0)], may_leave=True), Again)
 
 
 def test_a_set_up_that_cannot_work_is_given_up_at_once() -> None:

@@ -3,20 +3,18 @@
 import pytest
 
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import (
-    Done,
+from pipeline.protocol.messages import Done, encode, unpack_ids
+from pipeline.protocol.served import ShardServed, shards_served_decoder
+from pipeline.protocol.subjects import Shard, partition
+from pipeline.protocol.warm_messages import (
     Prefix,
     WantPrefix,
     WantShards,
     WarmedUp,
     WarmUp,
-    encode,
     prefix_decoder,
-    unpack_ids,
     warmed_up_decoder,
 )
-from pipeline.protocol.served import ShardServed, shards_served_decoder
-from pipeline.protocol.subjects import Shard, partition
 from tests.nats_server import NatsServer
 from tests.workers.fleet import Fleet, config_for, fleet, until
 

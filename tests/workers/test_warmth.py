@@ -12,6 +12,7 @@ from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Watcher
 from pipeline.config import Config, Requests
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.budget import cache_salt
 from pipeline.protocol.messages import Done
 from pipeline.protocol.presence import Presences
@@ -22,7 +23,6 @@ from tests.workers.fleet import Fleet, Reply, config_for, fleet, until
 from workers.engines.simulated import SimulatedEngine
 from workers.engines.simulated.cache_log import CacheFaults
 from workers.engines.simulated.words import prompt_of
-from workers.runtime import Role
 
 pytestmark = pytest.mark.anyio
 

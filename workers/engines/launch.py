@@ -9,17 +9,16 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from pipeline.config import Config, Engine
 from pipeline.errors import OperatorError
 from pipeline.limits import CACHE_BATCHES_KEPT, CACHE_BATCHES_UNREAD
+from pipeline.protocol.arrangement import Role
 
-Role = Literal["prefill", "decode"]
-
-KV_ROLES: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+KV_ROLES: Final[Mapping[Role, str]] = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 """A producer stores and loads, so a second prefill worker reuses what the first has computed. A consumer only loads."""
 
 HEARTBEAT_S: Final = 5.0
@@ -50,7 +49,12 @@ def cpu_build() -> bool:
 
 def settings(config: Config, role: Role) -> Engine:
     """The configuration's table of `role`."""
-    return config.prefill if role == "prefill" else config.decode
+    return {"prefill": config.prefill, "decode": config.decode, "both": config.both}[role]
+
+
+def seats(config: Config, role: Role) -> int:
+    """Sequences that an engine of `role` runs at a time."""
+    return settings(config, role).slots + (config.both.prefill_slots if role == "both" else 0)
 
 
 def environment(config: Config, role: Role) -> dict[str, str]:
@@ -97,7 +101,7 @@ def engine_arguments(config: Config, role: Role, model_path: str, events_at: Pat
         "served_model_name": config.model.served_name,
         "dtype": config.model.dtype,
         "max_model_len": config.model.max_model_len,
-        "max_num_seqs": engine.slots,
+        "max_num_seqs": seats(config, role),
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "enable_chunked_prefill": True,
         "block_size": config.lmcache.block_size,
@@ -154,7 +158,7 @@ def _cpu_arguments() -> dict[str, Any]:
 
 def _check(config: Config, role: Role) -> None:
     engine, store = settings(config, role), config.lmcache
-    if engine.max_num_batched_tokens < engine.slots:
+    if engine.max_num_batched_tokens < seats(config, role):
         raise OperatorError(
             f"{role}.max_num_batched_tokens ({engine.max_num_batched_tokens}) is less than {role}.slots ({engine.slots}).",
             "Every sequence needs a token in a step: raise the first or lower the second.",

@@ -19,6 +19,7 @@ import msgspec
 
 from pipeline.config import Config
 from pipeline.errors import EngineDead, OperatorError, ReplyLost
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.completions import prompt_logprobs
 from pipeline.protocol.pieces import Echo
 from workers.engines import launch
@@ -63,7 +64,7 @@ class _Usage:
 class VllmEngine:
     """One role's engine. Implements `workers.engines.port.Engine`."""
 
-    def __init__(self, config: Config, role: launch.Role, model_path: str) -> None:
+    def __init__(self, config: Config, role: Role, model_path: str) -> None:
         self._config = config
         self._role = role
         self._model_path = model_path
@@ -86,7 +87,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Load the model and make ready: 15 to 20 s on two cores, in a thread. Raises `OperatorError`."""
         await self._reach_lmcache()
-        if self._role == "prefill":
+        if self._role != "decode":
             self._events_at = tempfile.TemporaryDirectory(prefix="headrace-")  # which nobody else may read
         await asyncio.to_thread(self._load)
         self._listen()
@@ -124,7 +125,7 @@ class VllmEngine:
             self._events = VllmCacheEvents(told.endpoint, told.replay_endpoint, self.info.block_size)
 
     def cache_events(self) -> CacheEvents | None:
-        """A prefill engine's."""
+        """Of an engine that prefills."""
         return cast("CacheEvents | None", self._events)
 
     async def warm_up(self) -> None:
@@ -132,9 +133,10 @@ class VllmEngine:
         salt = secrets.token_hex(16)
         length = min(WARM_UP_CHUNKS * self.info.chunk_size + 1, self.info.max_model_len - WARM_UP_CHUNKS)
         tokens = [token % self._engine.model_config.get_vocab_size() for token in range(length)]
-        if self._role == "decode":
+        if self._role != "prefill":
             async for _ in self.decode(f"warm-up-{salt}", tokens, salt, {"messages": []}, WARM_UP_CHUNKS):
                 pass
+        if self._role == "decode":
             return
         await self.prefill(f"warm-up-{salt}-0", tokens, salt)
         await self._engine.reset_prefix_cache()  # so that the second time it must load

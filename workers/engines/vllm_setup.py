@@ -15,13 +15,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from pipeline.config import Config
 from pipeline.errors import OperatorError
+from pipeline.protocol.arrangement import Role
 from workers.engines import launch
 from workers.engines.fingerprint import fingerprint
 from workers.engines.port import EngineInfo
 
 
 def build(
-    config: Config, role: launch.Role, model_path: str, stat_logger: Callable[..., Any], events_at: Path | None = None
+    config: Config, role: Role, model_path: str, stat_logger: Callable[..., Any], events_at: Path | None = None
 ) -> Any:
     """The engine, started: 15 to 20 s on two cores. Blocks. Raises `OperatorError`."""
     arguments = launch.engine_arguments(config, role, model_path, events_at)

@@ -41,10 +41,11 @@ INSTALL: Final = "Install the project's locked packages: pip install --no-deps -
 
 def memory_needed(config: Config) -> int:
     """Bytes that the stack will hold: an estimate that is rather too high."""
-    workers = config.up.prefill + config.up.decode
+    workers = config.up.prefill + config.up.decode + config.up.both
     if config.engine == "simulated":
         return (workers + 2) * SMALL_BYTES
     caches = config.up.prefill * config.prefill.kv_cache_bytes + config.up.decode * config.decode.kv_cache_bytes
+    caches += config.up.both * config.both.kv_cache_bytes
     return workers * ENGINE_BYTES + caches + STORE_BYTES + config.lmcache.l1_bytes + 2 * SMALL_BYTES
 
 
@@ -54,7 +55,7 @@ def check_memory(config: Config, available: int) -> None:
     if needed > available:
         raise OperatorError(
             f"The stack needs about {_gib(needed)} of memory, and {_gib(available)} are available.",
-            "Free some, lower up.prefill, up.decode, kv_cache_bytes or lmcache.l1_bytes, or try --engine simulated.",
+            "Free some, lower up.prefill, up.decode, up.both, kv_cache_bytes or lmcache.l1_bytes, or try --engine simulated.",
         )
 
 

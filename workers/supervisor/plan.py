@@ -23,10 +23,9 @@ from msgspec.structs import replace
 
 from pipeline.config import ENV_PREFIX, Config
 from pipeline.errors import OperatorError
+from pipeline.protocol.arrangement import Role
 from workers.engines import launch
 from workers.engines.simulated.engine import TIER_VARIABLE
-
-Role = Literal["prefill", "decode"]
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 
@@ -63,7 +62,7 @@ class Answers(msgspec.Struct, frozen=True):
 class Present(msgspec.Struct, frozen=True):
     """Ready when the worker says so in its presence."""
 
-    role: Role
+    role: str
     id: str
 
 
@@ -95,6 +94,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     engine: Literal["vllm", "simulated"] | None = None
     prefill: int | None = None
     decode: int | None = None
+    both: int | None = None
     port: int | None = None
     model: str | None = None
 
@@ -114,12 +114,18 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chosen(config: Config, options: Options) -> Config:
-    """`config` with the command line's choices."""
-    fleet = {name: value for name in ("prefill", "decode") if (value := getattr(options, name)) is not None}
+    """`config` with the command line's choices. Raises `OperatorError` where nobody would prefill, or nobody decode."""
+    fleet = {name: value for name in ("prefill", "decode", "both") if (value := getattr(options, name)) is not None}
+    up = replace(config.up, **fleet)
+    for role in ("prefill", "decode"):
+        if getattr(up, role) + up.both < 1:
+            raise OperatorError(
+                f"Nobody would {role}: up.{role} and up.both are 0.", f"Give --{role} or --both, or correct the file."
+            )
     return replace(
         config,
         engine=options.engine or config.engine,
-        up=replace(config.up, **fleet),
+        up=up,
         gateway=replace(config.gateway, port=config.gateway.port if options.port is None else options.port),
         model=replace(config.model, source=options.model or config.model.source),
     )
@@ -217,7 +223,8 @@ def plan(config: Config, site: Site, metrics_ports: Sequence[int]) -> tuple[Unit
     if real:
         units += [_model(config), _lmcache(config)]
     free = iter(metrics_ports)
-    roles: tuple[tuple[Role, int], ...] = (("prefill", config.up.prefill), ("decode", config.up.decode))
+    up = config.up
+    roles: tuple[tuple[Role, int], ...] = (("prefill", up.prefill), ("decode", up.decode), ("both", up.both))
     for role, count in roles:
         units += [_worker(config, site, role, f"{role}-{i + 1}", next(free)) for i in range(count)]
     return (*units, _keeper(config, site, next(free)), _gateway(config, site))
@@ -271,7 +278,7 @@ def _worker(config: Config, site: Site, role: Role, name: str, metrics_port: int
         name=name,
         command=_headrace(site, "worker", role, "--id", name, "--metrics-port", str(metrics_port)),
         environment={**engine, **overlay(config)},
-        ready=Present(role, name),
+        ready=Present("decode" if role == "both" else role, name),
         after=("streams", "model", "lmcache") if real else ("streams",),
         falls_with=("lmcache",) if real else (),
         stage=Stage.WORKERS,

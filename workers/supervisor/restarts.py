@@ -1,8 +1,9 @@
 """When a unit that has died is started again, and when not. Pure.
 
-A life that was ready is always followed by another: at once after a long one, later and later after short ones. What dies
+A life that was ready is followed by another: at once after a long one, later and later after short ones. What dies
 before it is ready will most likely do so again, so after a few such deaths in a row the stack gives up, and at once where the
-process itself says (exit status 2) that its set-up cannot work.
+process itself says (exit status 2) that its set-up cannot work. A worker that ends well was told to (`headrace drain`), and
+stays away.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,15 +43,21 @@ class Again(msgspec.Struct, frozen=True):
     after_s: float
 
 
+class StayAway(msgspec.Struct, frozen=True):
+    """It has left, as it was told."""
+
+
 class GiveUp(msgspec.Struct, frozen=True):
     """Do not start it again, because of this."""
 
     reason: str
 
 
-def verdict(deaths: Sequence[Death]) -> Again | GiveUp:
-    """What to do after the last of `deaths`, in their order."""
+def verdict(deaths: Sequence[Death], *, may_leave: bool = False) -> Again | StayAway | GiveUp:
+    """What to do after the last of `deaths`, in their order. `may_leave`: it can be told to end by others than us."""
     last = deaths[-1]
+    if may_leave and last.was_ready and last.status == 0:
+        return StayAway()
     unready = _run(deaths, lambda death: not death.was_ready)
     if unready and last.status == OPERATOR_EXIT:
         return GiveUp(f"it {describe(last.status)} before it was ready")

@@ -39,7 +39,7 @@ class Roster:
     def ready(self, role: str, process: str, unless_epoch: str | None) -> bool:
         """Whether the process takes work now, and is not the one of `unless_epoch`."""
         presence = self._presences.get(role, process, time.monotonic())
-        return presence is not None and presence.epoch != unless_epoch and presence.ready and not presence.draining
+        return presence is not None and presence.epoch != unless_epoch and presence.takes
 
 
 @asynccontextmanager

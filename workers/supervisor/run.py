@@ -168,7 +168,8 @@ class Stack:
                 slot.ready.set()
                 self._screen.show(slot.unit.name, "ready")
                 return
-            await self._after_death(slot, status)
+            if not await self._after_death(slot, status):
+                return
 
     async def _one_life(self, slot: Slot) -> int:
         process = self._start(slot)
@@ -204,20 +205,28 @@ class Stack:
             self._write_endpoints()
         self._screen.show(slot.unit.name, "ready", "again" if self._is_ready else "")
 
-    async def _after_death(self, slot: Slot, status: int) -> None:
+    async def _after_death(self, slot: Slot, status: int) -> bool:
+        """Returns whether to start it again."""
         name, falls = slot.unit.name, slot.falls
         slot.died(status)
         for other in plan.falling_with(self._units, name):
             self._keepers.start_soon(self._let_fall, self._slots[other], name)
         if falls:
-            return
+            return True
+        may_leave = isinstance(slot.unit.ready, Present)
         decision = (
-            restarts.GiveUp(f"it {restarts.describe(status)}") if slot.unit.is_step else restarts.verdict(slot.deaths)
+            restarts.GiveUp(f"it {restarts.describe(status)}")
+            if slot.unit.is_step
+            else restarts.verdict(slot.deaths, may_leave=may_leave)
         )
         if isinstance(decision, restarts.GiveUp):
             raise self._given_up(slot, decision.reason)
+        if isinstance(decision, restarts.StayAway):
+            self._screen.show(name, "ended", "has drained and left")
+            return False
         self._screen.show(name, "failed", f"{restarts.describe(status)}; starting it again")
         await anyio.sleep(decision.after_s)
+        return True
 
     async def _let_fall(self, slot: Slot, under: str) -> None:
         if slot.process and not slot.falls:

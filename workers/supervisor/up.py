@@ -40,7 +40,7 @@ def up(config_path: Path, options: Options, ask: str | None) -> None:
         nats_server=nats_server,
         nats_config=require(NATS_CONFIG),
     )
-    units = plan.plan(config, site, checks.free_ports(config.up.prefill + config.up.decode + 1))
+    units = plan.plan(config, site, checks.free_ports(config.up.prefill + config.up.decode + config.up.both + 1))
     with (run_folder / "logs" / "up.log").open("a") as log:
         logs.configure("up", log)
         anyio.run(_run, config, units, run_folder, ask)

@@ -22,7 +22,9 @@ import msgspec
 
 from pipeline.config import Config
 from pipeline.errors import EngineDead, InvalidField, OperatorError, PromptTooLong
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.pieces import Echo
+from workers.engines import launch
 from workers.engines.port import NO_ECHO, EngineInfo, EngineUsage, Prefilled, Rendered, Step
 from workers.engines.simulated.blocks import names_of, root_of
 from workers.engines.simulated.cache_log import CacheFaults, CacheLog
@@ -69,11 +71,12 @@ class SimulatedEngine:
     """The `Engine` without a model. Timing is `config.simulated`; seats and step size are those of `role`."""
 
     def __init__(
-        self, config: Config, role: Work, tier: Tier | None = None, cache_faults: CacheFaults | None = None
+        self, config: Config, role: Role, tier: Tier | None = None, cache_faults: CacheFaults | None = None
     ) -> None:
         self._config = config
-        self._log = CacheLog(cache_faults or CacheFaults(), config.simulated.seed) if role == "prefill" else None
-        self._settings = config.prefill if role == "prefill" else config.decode
+        self._log = CacheLog(cache_faults or CacheFaults(), config.simulated.seed) if role != "decode" else None
+        self._settings = launch.settings(config, role)
+        self._seats = launch.seats(config, role)
         self._tier = tier
         self._owns_tier = tier is None
         self._info = EngineInfo(
@@ -113,7 +116,7 @@ class SimulatedEngine:
         shape = Shape(
             block_size=self._info.block_size,
             chunk_size=self._info.chunk_size,
-            seats=self._settings.slots,
+            seats=self._seats,
             tokens_per_step=self._settings.max_num_batched_tokens,
         )
         self._model = EngineModel(self._config.simulated, shape, self._tier, records=self._log is not None)
@@ -191,7 +194,7 @@ class SimulatedEngine:
             self._forget(*jobs)
 
     def cache_events(self) -> CacheLog | None:
-        """A prefill engine's."""
+        """Of an engine that prefills."""
         return self._log
 
     async def check(self) -> None:

@@ -1,0 +1,142 @@
+"""Which worker should take another role now: the fleet follows its measured bottleneck, one step at a time.
+
+Two pressures are measured, 0…1, each over all workers that do this part:
+
+    prefill   slots in which prompts are computed, of all slots. One that only waits for credit does not count: that is decode's
+    decode    blocks that are promised, of all that may be; 1 where asks wait, whatever they wait for
+
+A part is the **bottleneck** while its pressure is high and the other's is not: then a worker of the other part takes a step
+towards it, and only then. Where both are high the fleet is full, and no role helps.
+
+    prefill ◄──► both ◄──► decode
+
+There is one step at a time: the bottleneck has to last for `patience_s`, and after a step the fleet is left alone for
+`settle_s`, so that what it did is seen before the next one. Between `low` and `high` nothing begins: a load that hovers there
+moves nobody to and fro. Some workers of each part always stay.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from pipeline.protocol.arrangement import Role, takes
+
+Part = Literal["prefill", "decode"]
+
+STEPS: Final[dict[tuple[Role, Part], Role]] = {
+    ("prefill", "decode"): "both",
+    ("both", "decode"): "decode",
+    ("decode", "prefill"): "both",
+    ("both", "prefill"): "prefill",
+}
+"""A worker's next role on the way towards a part."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """The operator's. Pressures are 0…1; so many workers at least do each part."""
+
+    high: float = 0.85
+    low: float = 0.6
+    patience_s: float = 3.0
+    settle_s: float = 10.0
+    prefill_min: int = 1
+    decode_min: int = 1
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as its presences tell of it. What it does not do is 0. `blocks_free` may be promised."""
+
+    worker: str
+    role: Role
+    built_for: Role
+    slots: int = 0
+    slots_free: int = 0
+    blocks: int = 0
+    blocks_free: int = 0
+    asks_waiting: int = 0
+
+
+class Pressure(msgspec.Struct, frozen=True):
+    """Of both parts; 0 where nobody does one, for nothing can be measured there."""
+
+    prefill: float
+    decode: float
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """This worker is to take this role, because of that bottleneck."""
+
+    worker: str
+    role: Role
+    bottleneck: Part
+
+
+def pressure(members: Sequence[Member]) -> Pressure:
+    """What is measured now."""
+    slots, free = sum(member.slots for member in members), sum(member.slots_free for member in members)
+    waiting = sum(member.asks_waiting for member in members)
+    computing = max(0, slots - free - waiting)
+    blocks, room = sum(member.blocks for member in members), sum(member.blocks_free for member in members)
+    return Pressure(
+        prefill=computing / slots if slots else 0.0,
+        decode=(1.0 if waiting else 1.0 - room / blocks) if blocks else 0.0,
+    )
+
+
+def bottleneck(now: Pressure, rules: Rules) -> Part | None:
+    """The part that holds up the other, if one does."""
+    if now.decode >= rules.high and now.prefill < rules.low:
+        return "decode"
+    if now.prefill >= rules.high and now.decode < rules.low:
+        return "prefill"
+    return None
+
+
+class Balancer:
+    """The memory of whoever decides. All times are seconds, monotonic."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.pressure = Pressure(0.0, 0.0)
+        self._bottleneck: Part | None = None
+        self._since_s = -math.inf
+        self._settled_s = -math.inf
+
+    def step(self, now_s: float, members: Sequence[Member]) -> Turn | None:
+        """What to do now, about once a second. A turn is taken for done; where it was refused, the next comes after a while."""
+        self.pressure = pressure(members)
+        found = bottleneck(self.pressure, self.rules)
+        if found != self._bottleneck:
+            self._bottleneck, self._since_s = found, now_s
+        if found is None or now_s - self._since_s < self.rules.patience_s or now_s < self._settled_s:
+            return None
+        turn = choose(members, found, self.rules)
+        if turn is not None:
+            self._settled_s = now_s + self.rules.settle_s
+            self._since_s = now_s
+        return turn
+
+
+def choose(members: Sequence[Member], towards: Part, rules: Rules) -> Turn | None:
+    """Who takes a step: of those that can, one that does nothing of this part yet, and of these the one with the least to do."""
+    other: Part = "prefill" if towards == "decode" else "decode"
+    doing = sum(takes(member.role, other) for member in members)
+    least = rules.prefill_min if other == "prefill" else rules.decode_min
+    able = [
+        member
+        for member in members
+        if member.built_for == "both" and member.role != towards and (member.role == other or doing > least)
+    ]
+    if not able:
+        return None
+    chosen = min(able, key=lambda member: (member.role != other, _busy(member), member.worker))
+    return Turn(chosen.worker, STEPS[chosen.role, towards], towards)
+
+
+def _busy(member: Member) -> float:
+    """How much of what it has is in use, over both parts."""
+    slots = 1.0 - member.slots_free / member.slots if member.slots else 0.0
+    blocks = 1.0 - member.blocks_free / member.blocks if member.blocks else 0.0
+    return slots + blocks

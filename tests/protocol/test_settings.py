@@ -1,0 +1,87 @@
+"""Live settings: what may be changed, within which bounds, and what is said of all else."""
+
+import msgspec
+import pytest
+
+from pipeline.config import Config, flat
+from pipeline.errors import InvalidField
+from pipeline.protocol import settings
+from pipeline.protocol.settings import BUILT_IN, SETTINGS, Live, parse, readable, started_at_most
+
+STARTED = flat(Config())
+
+
+def test_every_live_setting_is_an_entry_of_the_configuration_and_starts_within_its_bounds() -> None:
+    for key in SETTINGS:
+        value = STARTED[key]
+        assert isinstance(value, int | float)
+        settings.check(key, value)
+
+
+def test_every_table_that_needs_a_restart_says_why() -> None:
+    assert {key.partition(".")[0] for key in STARTED if key not in SETTINGS} <= BUILT_IN.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [("prefill.slots", "8", 8), ("decode.slots", "16", 16), ("credits.reserve_ratio", "0.25", 0.25)],
+)
+def test_what_is_within_bounds_is_taken(key: str, text: str, value: float) -> None:
+    assert parse(key, text, STARTED, STARTED) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "said"),
+    [
+        ("prefill.slots", "0", "from 1 to 1,024, and 0 is not"),
+        ("prefill.slots", "2.5", "a whole number, and '2.5' is none"),
+        ("credits.reserve_ratio", "much", "a number, and 'much' is none"),
+        ("credits.reserve_ratio", "nan", "is from 0.0 to 0.9"),
+        ("decode.slots", "17", "at most 16, which engines start with. Raise it in the file"),
+        ("placement.spill_load", "0.7", "spill_back_load must be less than placement.spill_load"),
+        ("placement.spill_back_load", "0.9", "would make them 0.9 and 0.85"),
+        ("model.source", "other", "cannot change while processes run: the model is loaded when a worker starts"),
+        ("requests.shards", "8", "restart them"),
+        ("engine", "simulated", "the engine is built when a worker starts"),
+        ("prefill.slot", "8", "There is no setting 'prefill.slot'. These can be changed: prefill.slots"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(key: str, text: str, said: str) -> None:
+    with pytest.raises(InvalidField) as error:
+        parse(key, text, STARTED, STARTED)
+    assert said in error.value.message
+
+
+def entry(value: float) -> bytes:
+    return msgspec.json.encode(Live(value=value))
+
+
+def test_of_a_bucket_only_what_makes_sense_is_followed() -> None:
+    found, wrong = readable(
+        [
+            ("prefill.slots", entry(8)),
+            ("decode.slots", entry(0)),
+            ("credits.reserve_ratio", b"{"),
+            ("requests.starts_max", entry(2.5)),
+            ("of.another.version", entry(1)),
+        ]
+    )
+    assert {key: live.value for key, live in found.items()} == {"prefill.slots": 8}
+    assert len(wrong) == 4
+
+
+@pytest.mark.parametrize(("back", "spill", "kept"), [(0.5, 0.6, 2), (0.6, 0.5, 0), (0.5, None, 1), (None, 0.6, 1)])
+def test_two_that_contradict_each_other_are_both_left_as_they_were(
+    back: float | None, spill: float | None, kept: int
+) -> None:
+    pairs = [("placement.spill_back_load", back), ("placement.spill_load", spill)]
+    found, wrong = readable([(key, entry(value)) for key, value in pairs if value is not None])
+    assert len(found) == kept
+    assert bool(wrong) == (kept == 0)
+
+
+def test_an_engine_is_not_given_more_sequences_than_it_was_built_for() -> None:
+    assert started_at_most(STARTED, {"decode.slots": 64, "prefill.slots": 64}) == {
+        "decode.slots": 16,
+        "prefill.slots": 64,
+    }

@@ -1,0 +1,96 @@
+"""Obeying an operator while the worker runs: what is asked on `control.worker.<id>`, one order after the other.
+
+What an order does to a worker is decided in `pipeline.protocol.control`.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Final
+
+import anyio
+import msgspec
+import structlog
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from pipeline.bus.connection import Bus, Message
+from pipeline.bus.errors import BusError
+from pipeline.limits import ORDERS_WAITING_MAX
+from pipeline.protocol import subjects
+from pipeline.protocol.control import Order, Standing, State, obey, order_decoder
+from pipeline.protocol.messages import encode
+from workers.loops import Loops
+
+log: Final = structlog.get_logger("control")
+
+
+class Control:
+    """One worker's ear for orders. `leaving` says whether it drains already; `leave` makes it drain and end."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        worker: str,
+        loops: Loops,
+        leaving: Callable[[], bool],
+        leave: Callable[[], None],
+    ) -> None:
+        self._bus, self._worker, self._loops = bus, worker, loops
+        self._leaving, self._leave = leaving, leave
+        self._put: MemoryObjectSendStream[Message]
+        self._take: MemoryObjectReceiveStream[Message]
+        self._put, self._take = anyio.create_memory_object_stream(ORDERS_WAITING_MAX)
+
+    @property
+    def state(self) -> State:
+        """How the worker stands."""
+        if self._leaving():
+            return "draining"
+        if self._loops.turning:
+            return "turning"
+        return "paused" if self._loops.paused else "serving"
+
+    async def run(self) -> None:
+        """Listen and obey, until cancelled."""
+        with self._put, self._take:
+            await self._bus.subscribe(subjects.control(self._worker), self._heard)
+            async for message in self._take:
+                await self._answer(message)
+
+    def _heard(self, message: Message) -> None:
+        """One too many goes unanswered, and is sent again."""
+        with contextlib.suppress(anyio.WouldBlock):
+            self._put.send_nowait(message)
+
+    async def _answer(self, message: Message) -> None:
+        try:
+            refused = await self._obeyed(order_decoder.decode(message.data))
+        except msgspec.MsgspecError as error:
+            refused = f"it is no order that this version understands: {error}"
+        except BusError as error:
+            refused = f"the broker was lost half way: {error}"
+        loops = self._loops
+        standing = Standing(
+            worker=self._worker, role=loops.role, state=self.state, under_way=loops.under_way, refused=refused
+        )
+        with contextlib.suppress(BusError):
+            self._bus.post(message.reply, encode(standing))
+
+    async def _obeyed(self, order: Order) -> str:
+        """Carry it out. Returns why it is refused."""
+        before = self.state
+        after, refused = obey(before, self._loops.role, self._loops.built_for, order)
+        if refused or after == before:
+            return refused
+        log.info("ordered", action=order.action, role=order.role)
+        await self._carry_out(order)
+        return ""
+
+    async def _carry_out(self, order: Order) -> None:
+        if order.action == "pause":
+            await self._loops.pause()
+        elif order.action == "resume":
+            await self._loops.resume()
+        elif order.role is not None:
+            await self._loops.turn(order.role)
+        else:
+            self._leave()
