@@ -74,6 +74,32 @@ async def test_a_whole_reply_is_one_line_with_all_that_helps_to_find_it(served: 
     assert counted("whole") == (before[0] + 1, before[1] + 1)
 
 
+async def test_several_prompts_are_counted_once_and_each_is_remembered(served: Stack, lines: io.StringIO) -> None:
+    jobs: list[Job] = []
+
+    async def script(job: Job) -> None:
+        jobs.append(job)
+        await saying("a")(job)
+
+    served.double.script = script
+    before, tokens = counted("whole"), metrics.PROMPT_TOKENS._value.get()
+    asked = {"prompt": ["one", "two", "three"]}
+    response = await served.client.post("/v1/completions", json=asked, headers={"traceparent": HEADERS["traceparent"]})
+    name = response.headers["x-request-id"]
+    assert response.json()["id"] == f"cmpl-{name}"
+    assert counted("whole") == (before[0] + 1, before[1] + 1)
+    assert metrics.IN_FLIGHT._value.get() == 0
+    assert metrics.PROMPT_TOKENS._value.get() == tokens + response.json()["usage"]["prompt_tokens"]
+    records = remembered(served, name)
+    ids = [name, f"{name}-1", f"{name}-2"]
+    assert [record.request for record in records] == ids == [line["request"] for line in said(lines)]
+    assert {record.outcome for record in records} == {"whole"}
+    assert {record.trace_id for record in records} == {TRACE}
+    for record in records:
+        assert sum(record.stages.values()) == pytest.approx(record.took_s)
+    assert {job.tree["request_id"] for job in jobs} == {name}, "so that workers know all by it"
+
+
 async def test_a_double_that_says_no_stages_leaves_them_to_be_work(served: Stack) -> None:
     served.double.script = saying("a")
     await served.ask(headers=HEADERS)
