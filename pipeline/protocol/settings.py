@@ -69,6 +69,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "decode": "the engine is built with it when a worker starts",
     "both": "the engine is built with it when a worker starts",
     "metrics": "a process begins to serve them when it starts",
+    "telemetry": "traces and logs are set up when a process starts",
     "balancer": "the gateway that decides reads it at its start",
     "lmcache": "server and engines are connected with it when they start",
     "simulated": "the engine is built with it when a worker starts",
