@@ -175,7 +175,7 @@ ERRORS: Final[dict[str, Body]] = {
 def all_requests() -> dict[str, Body]:
     """By name. A streamed one is named so."""
     chats = _named(BOTH | asked.CHATS, STREAMS, ERRORS | asked.CHAT_ERRORS)
-    completions = _named(asked.BOTH, asked.STREAMS, asked.ERRORS)
+    completions = _named(asked.BOTH, asked.STREAMS, asked.ERRORS, asked.WHOLE_ONLY)
     return chats | {f"{_COMPLETION}{name}": body for name, body in completions.items()}
 
 
@@ -184,7 +184,9 @@ def path_of(name: str) -> str:
     return "/v1/completions" if name.startswith(_COMPLETION) else "/v1/chat/completions"
 
 
-def _named(both: dict[str, Body], streams: dict[str, Body], errors: dict[str, Body]) -> dict[str, Body]:
+def _named(
+    both: dict[str, Body], streams: dict[str, Body], errors: dict[str, Body], whole_only: frozenset[str] = frozenset()
+) -> dict[str, Body]:
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    streamed = {f"{name}, streamed": body | usage for name, body in both.items()}
+    streamed = {f"{name}, streamed": body | usage for name, body in both.items() if name not in whole_only}
     return both | streamed | streams | {f"error: {name}": body for name, body in errors.items()}
