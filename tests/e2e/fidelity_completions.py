@@ -91,7 +91,7 @@ BOTH: Final[dict[str, Body]] = {
 """Sent twice, whole and streamed with usage."""
 
 WHOLE_ONLY: Final = frozenset({"echo, logprobs and n", "prompt_logprobs and echo"})
-"""Streamed, `vllm serve` 0.32 ends some of these with `KeyError`: it has the prompt's logprobs with the sequence alone that is first."""
+"""Streamed, `vllm serve` 0.32 ends some of these with `KeyError`: it has the prompt's logprobs with its first sequence alone."""
 
 STREAMS: Final[dict[str, Body]] = {
     "no usage": _body(stream=True),
