@@ -9,6 +9,7 @@ mends, and `tests/bus` holds each of them against a real server:
     _process_err           an -ERR is reported; nats-py closes for good, although max_reconnect_attempts is -1
     _process_info          a server, or who stands before it, cannot talk us out of TLS
     _process_connect_init  nothing waits over a lost connection: what was not sent in time is not sent late
+    _connect_to_server     an attempt that failed is closed before the next one is made; over TLS both of its ends are
     close                  without a connection nothing is written: uvloop raises for a closed socket
     _process_msg           a handler is called as its message is read: no queue that overflows, no task to be cancelled in
 """
@@ -134,11 +135,21 @@ class Client(NatsClient):
             raise nats.errors.Error("the server offers no TLS")
         await super()._process_info(info, initial_connection)
 
+    async def _connect_to_server(self, server: Any) -> None:
+        self._drop_sockets()
+        await super()._connect_to_server(server)
+
+    def _drop_sockets(self) -> None:
+        for writer in (getattr(self._transport, name, None) for name in ("_io_writer", "_bare_io_writer")):
+            if writer is not None:
+                writer.transport.abort()
+
     async def close(self) -> None:
         """Write what waits for the socket, and end for good."""
         if not self.is_connected:
             self._drop_unsent()
         await super().close()
+        self._drop_sockets()
 
     async def _process_connect_init(self) -> None:
         self._drop_unsent()

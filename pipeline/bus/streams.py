@@ -41,8 +41,9 @@ _ELECTED_S: Final = 15.0
 
 _ASK_AGAIN_S: Final = 0.2
 
-_SETTLING: Final = frozenset({10008, 10126})
-"""The server's numbers for that, and for a consumer whose stream is about to have more copies."""
+_SETTLING: Final = frozenset({10005, 10008, 10126})
+"""The server's numbers for that, for too few servers (one may be about to join again), and for a consumer whose stream is about
+to have more copies."""
 
 _NOT_FOUND: Final = frozenset({10059, 10014})
 """The server's numbers for a stream and a consumer that are not there."""
