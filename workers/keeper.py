@@ -45,6 +45,7 @@ from pipeline.protocol.subjects import CLASSES, AckSubject, Shard, parse_ack, pa
 from pipeline.telemetry import logs, metrics
 from pipeline.telemetry.lag import measure_lag
 from pipeline.telemetry.spans import Passed
+from workers.backlog import measure_backlog
 from workers.dead_letters import keep
 from workers.holding import Holding
 from workers.identity import Identity, new_claim, new_identity
@@ -305,13 +306,6 @@ async def run_keeper(config: Config, keeper_id: str, metrics_port: int) -> None:
                 return
 
 
-async def _count_dead_letters(bus: Bus) -> None:
-    while True:
-        with contextlib.suppress(BusError):
-            metrics.DEAD_LETTERS_KEPT.set((await reading.state(bus, dead_letters.STREAM)).messages)
-        await anyio.sleep(SCAN_PERIOD_S)
-
-
 async def _live(config: Config, keeper_id: str, metrics_port: int) -> None:
     """It serves metrics once it works, so that who has started it sees that it does."""
     me, presences = new_identity(keeper_id), Presences()
@@ -323,7 +317,7 @@ async def _live(config: Config, keeper_id: str, metrics_port: int) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(keeper.run)
             tasks.start_soon(measure_lag)
-            tasks.start_soon(_count_dead_letters, bus)
+            tasks.start_soon(measure_backlog, bus)
             await keeper.ready.wait()
             metrics.SERVING.set(1)
             if metrics_port:

@@ -31,10 +31,12 @@ from pipeline.protocol.turns import TURNS
 from pipeline.telemetry import spans
 from pipeline.telemetry.lag import measure_lag
 from workers.control import Control
+from workers.engines import launch
 from workers.engines.port import Engine
 from workers.identity import new_identity
 from workers.lease_thread import LeaseThread, lease_thread
 from workers.loops import Loops
+from workers.store_watch import watch_store
 
 log: Final = structlog.get_logger("worker")
 
@@ -110,6 +112,8 @@ class _Process:
         self._tasks.start_soon(self._watch_engine)
         self._tasks.start_soon(Control(bus, self.worker_id, loop, lambda: self._draining, self._begin_drain).run)
         self._tasks.start_soon(measure_lag)
+        if self.config.engine == "vllm":
+            self._tasks.start_soon(watch_store, f"{launch.lmcache_url(self.config)}/healthcheck")
         watcher = Watcher(bus, presences, outside.monotonic_s)
         await watcher.start()
         try:

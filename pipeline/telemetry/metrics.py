@@ -66,6 +66,8 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "headrace_queue_bytes": {"klass": CLASSES},
     "headrace_queue_tokens": {"klass": CLASSES},
     "headrace_queue_oldest_seconds": {"klass": CLASSES},
+    "headrace_queue_waiting": {"klass": CLASSES},
+    "headrace_shards": {"klass": CLASSES, "state": ("pulled", "quiet", "starved")},
     "headrace_grants_outstanding": {"state": ("granted", "consumed")},
     "headrace_refusals": {
         "reason": (
@@ -339,6 +341,15 @@ QUEUE_TOKENS: Final = Gauge(
 QUEUE_OLDEST_SECONDS: Final = Gauge(
     "headrace_queue_oldest_seconds", "Age of the oldest of them; 0 where there is none.", ("klass",), registry=REGISTRY
 )
+QUEUE_WAITING: Final = Gauge(
+    "headrace_queue_waiting", "Those that no worker holds: the consumers' lag.", ("klass",), registry=REGISTRY
+)
+SHARDS: Final = Gauge(
+    "headrace_shards",
+    "Shards of a class: a worker's pull stands there; none does, and nothing waits; none does, and requests wait.",
+    ("klass", "state"),
+    registry=REGISTRY,
+)
 DEAD_LETTERS_KEPT: Final = Gauge("headrace_dead_letters_kept", "Requests in the DLQ.", registry=REGISTRY)
 
 # --------------------------------------------------------------------------------------------------------------
@@ -368,6 +379,11 @@ HANDLER_ERRORS: Final = Counter(
 SERVING: Final = Gauge(
     "headrace_serving",
     "Whether this process takes work: not while it starts, and not once it drains.",
+    registry=REGISTRY,
+)
+LMCACHE_SILENT_SECONDS: Final = Gauge(
+    "headrace_lmcache_silent_seconds",
+    "For how long the LMCache server has not answered this worker; 0 where it does, and where there is none.",
     registry=REGISTRY,
 )
 LOOP_LAG_SECONDS: Final = Gauge(

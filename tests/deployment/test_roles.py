@@ -43,6 +43,7 @@ ACTS: Final[tuple[tuple[str, Verb, str, str], ...]] = (
     ("make a consumer", "publish", "$JS.API.CONSUMER.CREATE.REQUESTS_interactive.mine", "operator"),
     ("delete a consumer", "publish", "$JS.API.CONSUMER.DELETE.REQUESTS_interactive.s0", "operator"),
     ("see how a stream is declared", "publish", "$JS.API.STREAM.INFO.REQUESTS_interactive", "prefill decode keeper operator"),
+    ("see what waits on each shard", "publish", "$JS.API.CONSUMER.LIST.REQUESTS_interactive", "keeper operator"),
     ("list all streams", "publish", "$JS.API.STREAM.LIST", "operator"),
     ("ask for credits", "publish", "credit.decode-1", "prefill operator"),
     ("give credits", "subscribe", "credit.decode-1", "decode"),
@@ -166,6 +167,7 @@ def test_the_table_has_every_permission_that_the_files_give(cluster: Cluster) ->
 
 
 UNTRIED: Final = {
+    "$JS.API.CONSUMER.LIST.REQUESTS_batch",
     "$JS.API.CONSUMER.INFO.*.*", "$JS.API.STREAM.INFO.KV_routes", "$JS.API.STREAM.MSG.GET.KV_routes",
     "$JS.API.STREAM.MSG.GET.KV_conversations", "$JS.API.STREAM.MSG.GET.TURNS", "$JS.API.DIRECT.GET.SENT",
     "$JS.API.CONSUMER.MSG.NEXT.REQUESTS_batch.*", "$JS.ACK.REQUESTS_batch.>", "$JS.API.STREAM.MSG.GET.REQUESTS_interactive",

@@ -36,6 +36,7 @@ from tests.bus.support import eventually, shard_of
 from tests.nats_server import NatsServer, free_port
 from tests.workers.fleet import PROMPT, Caller, backlog, config_for, fleet
 from workers import keeper as keeper_module
+from workers.backlog import measure_backlog
 from workers.identity import new_identity
 from workers.keeper import Keeper
 
@@ -408,3 +409,23 @@ async def test_what_it_has_ended_can_be_traced_and_what_waits_is_measured(bus: B
     assert (record.role, record.process, record.request, record.outcome) == ("keeper", "keeper-1", "r-9", "expired")
     assert record.facts["reason"] == "expired"
     assert record.took_s > 0.3
+
+
+async def test_shards_are_counted_by_whether_anybody_would_take_what_waits(bus: Bus) -> None:
+    def shards() -> tuple[float, ...]:
+        states = ("pulled", "quiet", "starved")
+        return tuple(metrics.SHARDS.labels(klass="interactive", state=state)._value.get() for state in states)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(measure_backlog, bus, 0.1)
+        await eventually(lambda: shards() == (0, 16, 0))
+        await asked(bus, "r-1")
+        await eventually(lambda: shards() == (0, 15, 1))
+        assert metrics.QUEUE_WAITING.labels(klass="interactive")._value.get() == 1
+        puller = Puller(bus, lambda _: None, lambda *_: None)
+        await puller.start()
+        puller.offer(shard_of("ada"), 2, 0)
+        await eventually(lambda: shards() == (1, 15, 0))
+        assert metrics.QUEUE_WAITING.labels(klass="interactive")._value.get() == 0
+        await puller.stop()
+        tasks.cancel_scope.cancel()

@@ -7,6 +7,7 @@ import pytest
 
 from pipeline.config import Config, LMCache, Nats, load
 from pipeline.errors import OperatorError
+from workers.engines import launch
 from workers.engines.simulated.engine import TIER_VARIABLE
 from workers.supervisor import plan
 from workers.supervisor.plan import Answers, Ended, Options, Present, Site, Stage
@@ -120,7 +121,7 @@ def test_the_broker_listens_on_loopback_and_keeps_its_files_in_the_run() -> None
 def test_the_store_leaves_its_shared_memory_when_it_is_killed() -> None:
     settled = plan.settled(REAL, "r1", [])
     assert units(settled)["lmcache"].leftovers == (Path("/dev/shm/lmcache_l1_pool_headrace-r1"),)
-    assert units(settled)["lmcache"].metrics == f"{plan.lmcache_url(settled)}/metrics"
+    assert units(settled)["lmcache"].metrics == f"{launch.lmcache_url(settled)}/metrics"
     without = plan.settled(msgspec.structs.replace(REAL, lmcache=LMCache(shm_name="")), "r1", [])
     assert units(without)["lmcache"].leftovers == ()
 

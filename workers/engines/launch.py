@@ -224,6 +224,16 @@ def lmcache_command(config: Config) -> list[str]:
     return command + [part for tier in store.l2 for part in ("--l2-adapter", msgspec.json.encode(tier).decode())]
 
 
+def lmcache_url(config: Config) -> str:
+    """The HTTP port of the LMCache server: its health, its metrics, what it holds."""
+    return f"http://{bracketed(config.lmcache.host)}:{config.lmcache.http_port}"
+
+
+def bracketed(host: str) -> str:
+    """As a URL has it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def lmcache_environment() -> dict[str, str]:
     """Variables of the LMCache server."""
     return {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "DO_NOT_TRACK": "1"}

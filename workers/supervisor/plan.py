@@ -157,7 +157,9 @@ def settled(config: Config, run: str, free_ports: Sequence[int]) -> Config:
     return replace(
         config,
         nats=replace(
-            config.nats, url=f"nats://{_bracketed(host)}:{port(nats_port)}", monitor_port=port(config.nats.monitor_port)
+            config.nats,
+            url=f"nats://{launch.bracketed(host)}:{port(nats_port)}",
+            monitor_port=port(config.nats.monitor_port),
         ),
         gateway=replace(config.gateway, port=port(config.gateway.port)),
         lmcache=replace(
@@ -200,16 +202,7 @@ def gateway_url(config: Config) -> str:
     """Where this machine reaches the gateway."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.gateway.host, config.gateway.host)
     scheme = "https" if config.gateway.tls_cert else "http"
-    return f"{scheme}://{_bracketed(host)}:{config.gateway.port}"
-
-
-def lmcache_url(config: Config) -> str:
-    """The HTTP port of the LMCache server: its health, its metrics, what it holds."""
-    return f"http://{_bracketed(config.lmcache.host)}:{config.lmcache.http_port}"
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    return f"{scheme}://{launch.bracketed(host)}:{config.gateway.port}"
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -237,7 +230,7 @@ def _nats(config: Config, site: Site) -> Unit:
     return Unit(
         name="nats",
         command=(*command, "-sd", str(site.folder / "nats")),
-        ready=Answers(f"http://{_bracketed(host)}:{monitor}/healthz"),
+        ready=Answers(f"http://{launch.bracketed(host)}:{monitor}/healthz"),
         stage=Stage.BROKER,
     )
 
@@ -259,7 +252,7 @@ def _model(config: Config) -> Unit:
 
 
 def _lmcache(config: Config) -> Unit:
-    segment, url = launch.shm_path(config), lmcache_url(config)
+    segment, url = launch.shm_path(config), launch.lmcache_url(config)
     return Unit(
         name="lmcache",
         command=tuple(launch.lmcache_command(config)),

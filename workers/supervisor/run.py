@@ -19,6 +19,7 @@ from pipeline import tls
 from pipeline.cli import http
 from pipeline.config import Config
 from pipeline.errors import OperatorError
+from workers.engines import launch
 from workers.supervisor import folder, plan, restarts, roster
 from workers.supervisor.plan import Answers, Present, Unit
 from workers.supervisor.process import Process
@@ -284,7 +285,7 @@ def endpoints(config: Config, run_folder: Path, slots: Iterable[Slot]) -> dict[s
         "certificate": str(Path(config.gateway.tls_cert).expanduser().absolute()) if config.gateway.tls_cert else "",
         "nats": config.nats.url,
         "nats_monitor": f"http://127.0.0.1:{config.nats.monitor_port}",
-        "lmcache": plan.lmcache_url(config) if config.engine == "vllm" else None,
+        "lmcache": launch.lmcache_url(config) if config.engine == "vllm" else None,
         "engine": config.engine,
         "folder": str(run_folder),
         "processes": [
