@@ -15,7 +15,12 @@ ROOT = Path(__file__).parents[1]
 
 PYTHON = (sys.executable, "-m")
 
-PROGRAMS = {"chromium": "chromium", "redis-server": "redis-server", "systemd-analyze": "systemd"}
+PROGRAMS = {
+    "chromium": "chromium",
+    "prometheus": "prometheus",
+    "redis-server": "redis-server",
+    "systemd-analyze": "systemd",
+}
 """What tests marked `system` need, and Debian's package that has it."""
 
 MISSING = [package for program, package in PROGRAMS.items() if shutil.which(program) is None]
@@ -24,7 +29,7 @@ CHOICE: tuple[str, ...] = ("-m", "not system") if MISSING else ()
 """The tests that this machine can run. pytest alone, and `.ci/run`, which installs what they need, leave none out."""
 
 LEFT_OUT = f"""
-LEFT OUT  the tests marked `system`: the page at / in a real browser, KV across hosts, systemd's units.
+LEFT OUT  the tests marked `system`: the page at / in a real browser, KV across hosts, systemd's units, dashboards.
           To have them: apt-get install -y {" ".join(MISSING)}, and run this again.
 """
 
