@@ -13,6 +13,7 @@ import typer
 from pipeline.cli import bench_options as options
 from pipeline.cli import client
 from pipeline.cli.bench_options import Asked
+from pipeline.cli.harness import find_harness
 from pipeline.cli.options import CaOption, ConfigOption, UrlOption, configuration
 from pipeline.errors import OperatorError
 
@@ -35,6 +36,9 @@ LINE_PERIOD_S: Final = 5.0
 
 INTERRUPTED_EXIT: Final = 130
 
+PROFILE_S: Final = 5.0
+"""Of each rate of a profile."""
+
 
 def bench(
     *,
@@ -55,6 +59,7 @@ def bench(
     warm: options.Warm = False,
     as_json: options.AsJson = False,
     scenario: options.Scenario = None,
+    profile: options.Profile = None,
     engine: options.Engine = None,
     seed: options.Seed = 1,
     url: UrlOption = None,
@@ -75,14 +80,28 @@ def bench(
     Example: headrace bench --scenario seed --rate 20 --duration 60
 
     Example: headrace bench --scenario seed --engine simulated --json
+
+    Example: headrace bench --profile overhead --json
     """
     given = locals()  # every option by its name
+    if profile is not None:
+        print(overhead(duration or PROFILE_S, as_json=as_json))
+        return
     if scenario is not None and (engine is not None or (url is None and rate is None)):
         print(plan(scenario, engine or "simulated", duration or SCENARIO_S, seed, as_json=as_json))
         return
     asked = Asked(**{name: given[name] for name in Asked.__struct_fields__})
     asked.check()
     load(asked, client.gateway(url, ca, configuration(config)), as_json=as_json)
+
+
+def overhead(seconds: float, *, as_json: bool) -> str:
+    """What the pipeline itself costs, on a fleet of its own; what to print."""
+    find_harness("benchmarks")
+    from tests.benchmarks import overhead as own
+
+    report = own.run(own.Sizes(seconds=seconds), own.progress)
+    return msgspec.json.encode(report).decode() if as_json else own.page(report)
 
 
 def plan(scenario: str, engine: str, duration_s: float, seed: int, *, as_json: bool) -> str:

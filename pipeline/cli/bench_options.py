@@ -55,6 +55,14 @@ Scenario = Annotated[
         show_default=False,
     ),
 ]
+Profile = Annotated[
+    Literal["overhead"] | None,
+    typer.Option(
+        "--profile",
+        help="overhead: what the pipeline itself costs, beside its engines, on a fleet of its own; three minutes.",
+        show_default=False,
+    ),
+]
 Engine = Annotated[
     str | None, typer.Option("--engine", help="simulated: a scenario in virtual time.", show_default=False)
 ]

@@ -3,21 +3,17 @@
 It starts a fleet of its own: a broker, workers with the simulated engine, a gateway, on loopback and free ports.
 """
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from pipeline.cli.harness import find_harness
 from pipeline.errors import OperatorError
-from pipeline.paths import CONFIGS
 
 if TYPE_CHECKING:
     from tests.chaos.mischief import Kind
-
-CHECKOUT: Final = CONFIGS.parent
-"""The tests, and the harness with them, are not installed: they lie beside the packages."""
 
 
 def chaos(
@@ -53,7 +49,7 @@ def chaos(
     from pipeline.telemetry import logs
 
     logs.configure("chaos")
-    _find_harness()
+    find_harness("chaos")
     from tests.chaos import overload as over
     from tests.chaos import run, verdict
     from tests.chaos.stack import Settings
@@ -85,13 +81,3 @@ def _kinds(asked: str) -> "tuple[Kind, ...]":
         if name not in KINDS:
             raise OperatorError(f"--kill knows no {name!r}.", f"It takes some of {', '.join(KINDS)}.")
     return tuple(kind for kind in KINDS if kind in names)
-
-
-def _find_harness() -> None:
-    """Make `tests` importable. Raises `OperatorError` where it does not lie here."""
-    if not (CHECKOUT / "tests" / "chaos").is_dir():
-        raise OperatorError(
-            f"There is no tests/chaos in {CHECKOUT}.", "Install headrace from a checkout: pip install -e ."
-        )
-    if str(CHECKOUT) not in sys.path:
-        sys.path.append(str(CHECKOUT))

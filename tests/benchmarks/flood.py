@@ -213,6 +213,16 @@ def text(report: Sequence[Figures]) -> str:
     return table(head, rows)
 
 
+def run(rounds: int, seconds: float, rate: float = 50.0, flood: float = 300.0) -> list[Figures]:
+    """Measure on a broker of our own, and leave nothing running."""
+    with tempfile.TemporaryDirectory(prefix="headrace-flood-") as folder:
+        broker = NatsServer(Path(folder)).start()
+        try:
+            return asyncio.run(_run(broker.url, rounds, seconds, rate, flood))
+        finally:
+            broker.kill9()
+
+
 def main(
     rounds: Annotated[int, typer.Option(help="Each of a calm time and two floods.", min=1, max=100)] = 3,
     seconds: Annotated[float, typer.Option(help="Of each of them.", min=0.5, max=60)] = 4.0,
@@ -221,12 +231,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Flood a gateway with one key and with one creator, and time everybody else and the refusals."""
-    with tempfile.TemporaryDirectory(prefix="headrace-flood-") as folder:
-        broker = NatsServer(Path(folder)).start()
-        try:
-            report = asyncio.run(_run(broker.url, rounds, seconds, rate, flood))
-        finally:
-            broker.kill9()
+    report = run(rounds, seconds, rate, flood)
     sys.stdout.write((msgspec.json.encode(report).decode() if as_json else text(report)) + "\n")
 
 
