@@ -1,5 +1,6 @@
 """What is counted, remembered and logged of each request, once it has ended at this gateway."""
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -38,6 +39,11 @@ class Account:
         self._process = process
         self._open: dict[str, Open] = {}
 
+    async def listen(self) -> None:
+        """Answer who asks what became of a request, and how they fare."""
+        await self.recorder.listen()
+        await self.recorder.tell_recent(self._process, self._under_way)
+
     def begin(self, order: Order, parts: Sequence[Reply], request_id: str, now_s: float) -> None:
         """It has been let in. Its stored messages get the trace context of our span, which tells of the first part."""
         span = self.spans.begin(order.trace, now_s - parts[0].at.asked_s)
@@ -73,6 +79,12 @@ class Account:
     def _working(self, name: str) -> list[Record]:
         now_s, opened = outside.monotonic_s(), self._open.values()
         return [self._record(one, "", now_s) for one in opened if is_called(name, one.reply.request, one.request_id)]
+
+    def _under_way(self, named: int) -> tuple[int, list[Record]]:
+        """How many, and the oldest of them: they were let in in this order."""
+        now_s = outside.monotonic_s()
+        oldest = itertools.islice(self._open.values(), named)
+        return len(self._open), [self._record(one, "", now_s) for one in oldest]
 
     def _record(self, opened: Open, word: str, now_s: float) -> Record:
         order, reply = opened.order, opened.reply

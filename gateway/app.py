@@ -176,7 +176,7 @@ class Gateway:
         """Be there for frames and claims; returns when the broker knows."""
         await self.bus.subscribe(self.terms.reply_to, self.replies.on_frames)
         await self.bus.subscribe(self.terms.claim_at, self.replies.on_claim)
-        await self.account.recorder.listen()
+        await self.account.listen()
         self.bus.on_reconnect(self.replies.ask_holders)
         self.bus.on_disconnect(self.lookout.deaf)
         self.bus.on_reconnect(self.lookout.hearing)

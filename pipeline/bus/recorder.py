@@ -1,19 +1,23 @@
 """What a process says of each request that has ended there: a record that is kept, a line in the log, a span.
 
 `headrace trace` asks for records on `control.trace.<name>`. A process that knows nothing of the name does not answer.
+`headrace top` asks gateways on `control.recent` for a summary of the last ones.
 """
 
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import Final
 
+import msgspec
 from prometheus_client import Histogram
 
+from pipeline import outside
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.config import Telemetry
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import encode
+from pipeline.protocol.recent import LOOKED_AT_MAX, NAMED_MAX, recent, want_recent_decoder
 from pipeline.protocol.records import ANSWERED_MAX, Record, Ring
 from pipeline.telemetry import logs, metrics
 from pipeline.telemetry.spans import Span
@@ -36,6 +40,21 @@ class Recorder:
         """Answer from now on."""
         await self._bus.subscribe(subjects.trace_any(), self._asked)
 
+    async def tell_recent(self, process: str, under_way: Callable[[int], tuple[int, list[Record]]]) -> None:
+        """Say as well how requests fare, as a gateway. `under_way` says how many there are, and the oldest, up to so many."""
+
+        def asked(message: Message) -> None:
+            try:
+                want = want_recent_decoder.decode(message.data)
+            except msgspec.MsgspecError as error:
+                log.warning("question_unreadable", subject=message.subject, error=str(error))
+                return
+            count, oldest = under_way(NAMED_MAX)
+            ended = self._ring.last(LOOKED_AT_MAX)
+            self._answer(message, encode(recent(process, want, ended, count, oldest, outside.unix_s())))
+
+        await self._bus.subscribe(subjects.recent(), asked)
+
     def ended(self, record: Record, span: Span, mine: Collection[str], *, loud: bool) -> None:
         """A request has. `mine` are the stages that are counted here. `loud`: where nobody else writes its line, or it failed."""
         self._ring.add(record)
@@ -50,11 +69,16 @@ class Recorder:
     def _asked(self, message: Message) -> None:
         name = message.data.decode("utf-8", "replace") or message.subject.rpartition(".")[2]
         known = [*self._ring.find(name), *self._working(name)]
-        if known and message.reply:
-            try:
-                self._bus.post(message.reply, encode(known[-ANSWERED_MAX:]))
-            except BusError:
-                log.warning("not_said", subject=message.reply)
+        if known:
+            self._answer(message, encode(known[-ANSWERED_MAX:]))
+
+    def _answer(self, message: Message, said: bytes) -> None:
+        if not message.reply:
+            return
+        try:
+            self._bus.post(message.reply, said)
+        except BusError:
+            log.warning("not_said", subject=message.reply)
 
 
 @cache

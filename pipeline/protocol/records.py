@@ -6,6 +6,7 @@ request's id, or the client's own (`x-request-id`), which several requests may h
 """
 
 import hashlib
+import itertools
 from collections import deque
 from typing import Final, Literal
 
@@ -56,6 +57,10 @@ class Ring:
     def add(self, record: Record) -> None:
         """Remember it, and forget the oldest where there are too many."""
         self._records.append(record)
+
+    def last(self, count: int) -> list[Record]:
+        """The newest so many, in the order in which they were added."""
+        return list(itertools.islice(reversed(self._records), count))[::-1]
 
     def find(self, name: str) -> list[Record]:
         """Those of that name, which is not empty, the oldest first, as many as an answer may hold: the newest ones."""

@@ -7,7 +7,7 @@ that no id can widen a subject, hit another's, or name a wildcard.
     requests.in.<class>.<affinity>.<creator>          what producers and gateways publish
     requests.shard.<n>.<class>.<affinity>.<creator>   what the stream stores: n = partition(affinity)
     credit.<decode>   handoff.<decode>   holder.<worker>   presence.<role>.<id>   dlq.<reason>.<class>
-    control.cancel.<request>   control.trace.<request>   control.worker.<worker>
+    control.cancel.<request>   control.trace.<request>   control.worker.<worker>   control.recent
     trace.ask   trace.record.<recorder>
     turns.<creator>.<conversation>   chat.sent.<creator>.<conversation>
 """
@@ -192,6 +192,11 @@ def trace_any() -> str:
 def control(worker: str) -> str:
     """Where a worker takes an operator's orders."""
     return f"control.worker.{worker}"
+
+
+def recent() -> str:
+    """Where every gateway is asked how requests have fared of late."""
+    return "control.recent"
 
 
 def presence(role: str, process: str) -> str:

@@ -103,6 +103,8 @@ ACTS: Final[tuple[tuple[str, Verb, str, str], ...]] = (
     ("see who lives", "subscribe", "presence.>", ALL),
     ("ask what became of a request", "publish", "control.trace.r", "operator"),
     ("be asked what became of it", "subscribe", "control.trace.*", "gateway prefill decode keeper"),
+    ("ask how requests fare", "publish", "control.recent", "operator"),
+    ("be asked how they fare", "subscribe", "control.recent", "gateway"),
     ("record traffic", "publish", "trace.ask", "operator"),
     ("hear who records", "subscribe", "trace.ask", "decode"),
     ("tell a recorder of a reply", "publish", "trace.record.r", "decode"),
