@@ -31,6 +31,7 @@ from pipeline.cli import (
     shards,
     simulate,
     streams,
+    top,
     trace,
 )
 from pipeline.cli import credits as books
@@ -54,6 +55,7 @@ ORDER: Final = (
     "resume",
     "role",
     "config",
+    "top",
     "credits",
     "shards",
     "trace",
@@ -124,6 +126,7 @@ def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
     yield "config", config.app
     yield "credits", books.show
     yield "shards", shards.shards
+    yield "top", top.top
     yield "trace", trace.trace
     yield "dlq", dlq.app
     yield "chaos", chaos.chaos

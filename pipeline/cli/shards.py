@@ -85,17 +85,17 @@ async def _show(config: "Config", *, everything: bool, as_json: bool, watch: boo
             await asyncio.sleep(WATCH_PERIOD_S)
 
 
-async def survey(bus: "Bus", presences: "Presences", count: int) -> Report:
-    """Ask the broker and every live prefill worker. Raises `OperatorError` where JetStream does not answer."""
+async def survey(bus: "Bus", presences: "Presences", count: int, *, served: bool = True) -> Report:
+    """Ask the broker and, where `served`, every live prefill worker. Raises `OperatorError` where JetStream does not answer."""
     from pipeline import outside
     from pipeline.protocol.subjects import CLASSES
 
     weights = {peer.id: float(peer.slots) for peer in presences.ready("prefill", outside.monotonic_s())}
-    accounts = await asyncio.gather(*(_served(bus, worker) for worker in weights))
+    accounts = await asyncio.gather(*(_served(bus, worker) for worker in weights if served))
     depths = {klass: await _depths(bus, klass) for klass in CLASSES}
     rows = [_row(klass, number, depths[klass], weights) for klass in CLASSES for number in range(count)]
     _add(rows, [account for account in accounts if account is not None])
-    answers = zip(weights, accounts, strict=True)
+    answers = zip(weights, accounts, strict=served)
     warm = {worker: None if account is None else account.warm_creators for worker, account in answers}
     return Report(warm_creators=warm, shards=rows)
 

@@ -118,6 +118,16 @@ def quantile_s(counts: Mapping[int, int], share: float) -> float | None:
         left -= counts[bucket]
         if left <= 0:
             break
+    return _middle_s(bucket)
+
+
+def mean_s(counts: Mapping[int, int]) -> float | None:
+    """Their mean, as exactly. None where there are none."""
+    total = sum(counts.values())
+    return sum(count * _middle_s(bucket) for bucket, count in counts.items()) / total if total else None
+
+
+def _middle_s(bucket: int) -> float:
     return float(_FINEST_S * _GROWTH ** (bucket - 0.5))
 
 

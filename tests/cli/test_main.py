@@ -21,13 +21,13 @@ def headrace(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_the_help_teaches_the_first_commands(arguments: list[str]) -> None:
     done = headrace(*arguments)
     text = done.stdout + done.stderr
-    for command in ("up", "chat", "bench", "record", "gateway", "worker", "keeper", "streams", "credits", "dlq"):
+    for command in ("up", "chat", "bench", "record", "gateway", "worker", "keeper", "streams", "top", "credits", "dlq"):
         assert f"\n  {command} " in text
     assert 'headrace up --ask "What is the capital of France?"' in text
 
 
 @pytest.mark.parametrize(
-    "command", ["up", "chat", "bench", "record", "gateway", "worker", "keeper", "streams", "credits", "dlq"]
+    "command", ["up", "chat", "bench", "record", "gateway", "worker", "keeper", "streams", "top", "credits", "dlq"]
 )
 def test_every_command_explains_itself(command: str) -> None:
     done = headrace(command, "--help")

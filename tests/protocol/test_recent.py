@@ -11,6 +11,7 @@ from pipeline.protocol.recent import (
     LOOKED_AT_MAX,
     NAMED_MAX,
     WantRecent,
+    mean_s,
     quantile_s,
     recent,
     recent_decoder,
@@ -93,12 +94,14 @@ def test_spreads_of_several_gateways_add_up_to_one_over_all() -> None:
     for share in (0.01, 0.5, 0.9, 0.99, 1.0):
         exact = sorted(took)[max(0, math.ceil(share * len(took)) - 1)]
         assert quantile_s(counts, share) == pytest.approx(exact, rel=0.05)
+    assert mean_s(counts) == pytest.approx(sum(took) / len(took), rel=0.05)
 
 
 def test_the_shortest_and_the_longest_have_a_bucket_and_nothing_has_no_quantile() -> None:
     said = recent("g", WantRecent(), [record("r", 0.0), record("s", 1e9)], 0, [], NOW_S)
     assert sorted(said.took) == [0, 160]
     assert quantile_s({}, 0.5) is None
+    assert mean_s({}) is None
 
 
 def test_a_ring_gives_its_newest_in_order() -> None:
