@@ -110,15 +110,11 @@ def together(spreads: Iterable[Mapping[int, int]]) -> Counts:
 
 def quantile_s(counts: Mapping[int, int], share: float) -> float | None:
     """The duration that `share` (0…1) of them do not exceed, within 5 %. None where there are none."""
-    total = sum(counts.values())
-    if not total:
+    buckets = sorted(counts)
+    reached = list(itertools.accumulate(counts[bucket] for bucket in buckets))
+    if not reached:
         return None
-    left = max(1, math.ceil(share * total))
-    for bucket in sorted(counts):
-        left -= counts[bucket]
-        if left <= 0:
-            break
-    return _middle_s(bucket)
+    return _middle_s(buckets[bisect_left(reached, max(1, math.ceil(share * reached[-1])))])
 
 
 def mean_s(counts: Mapping[int, int]) -> float | None:

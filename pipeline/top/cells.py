@@ -45,7 +45,7 @@ def bar(part: float, width: int) -> str:
     """0…1 as so many characters, to an eighth of one."""
     eighths = round(8 * width * min(1.0, max(0.0, part)))
     filled = "█" * (eighths // 8) + EIGHTHS[eighths % 8]
-    return filled + "░" * (width - len(filled))
+    return filled.ljust(width, "░")
 
 
 def of(part: float, whole: float) -> float | None:

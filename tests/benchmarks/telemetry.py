@@ -16,6 +16,7 @@ from pipeline.bus.recorder import Recorder
 from pipeline.cli.tables import table
 from pipeline.config import Telemetry
 from pipeline.protocol.messages import Done, Handoff, Usage, encode, frames_decoder
+from pipeline.protocol.recent import LOOKED_AT_MAX, NAMED_MAX, WantRecent, recent
 from pipeline.protocol.records import Record, creator_as
 from pipeline.protocol.request import Event
 from pipeline.protocol.stages import (
@@ -37,6 +38,7 @@ from pipeline.telemetry.spans import NoSpans
 
 ROUNDS: Final = 5
 CALLS: Final = 5000
+SUMS: Final = 200
 SPANS: Final = 60
 """Of four to eight spans each: more than the exporter's queue holds would be dropped."""
 
@@ -142,6 +144,7 @@ def measured() -> list[tuple[str, float, str]]:
     plain, full = encode([DONE]), encode([told])
     loud, quiet = (Recorder(cast("Bus", None), Telemetry(log_requests=lines), lambda _: []) for lines in (True, False))
     passed = NoSpans().begin({})
+    of_late = [msgspec.structs.replace(record(gateway()), took_s=0.001 * number) for number in range(LOOKED_AT_MAX)]
     at_gateway, at_workers = record(gateway()), record(seconds(STAGES.prefill))
     return [
         ("done frame: stages", len(full) - len(plain), "bytes"),
@@ -155,8 +158,16 @@ def measured() -> list[tuple[str, float, str]]:
         ("gateway: stages put together", us(gateway), "µs"),
         ("gateway: record, kept and counted", us(lambda: quiet.ended(at_gateway, passed, AT_GATEWAY, loud=True)), "µs"),
         ("gateway: the same with its line", us(lambda: loud.ended(at_gateway, passed, AT_GATEWAY, loud=True)), "µs"),
+        ("gateway: headrace top asked, of the last 256", us(lambda: _summed_up(of_late), SUMS), "µs"),
+        ("gateway: its answer to headrace top", len(_summed_up(of_late)), "bytes"),
         ("OpenTelemetry: one process's spans", _spans(at_gateway), "µs"),
     ]
+
+
+def _summed_up(of_late: list[Record]) -> bytes:
+    """What a gateway answers, where the answer names as many requests as it may."""
+    asked, now_s = WantRecent(named=NAMED_MAX), of_late[0].began_unix_s + 1.0
+    return encode(recent("gateway-abcdef01", asked, of_late, NAMED_MAX, of_late[:NAMED_MAX], now_s))
 
 
 def _spans(ended: Record) -> float:

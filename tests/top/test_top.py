@@ -83,10 +83,15 @@ async def test_workers_without_a_gateway_are_shown_all_the_same(broker: NatsServ
     assert "No gateway lives, and it is gateways that know how requests fare." in shown.stdout
 
 
-async def test_who_does_not_answer_is_shown_as_such(broker: NatsServer, config: Path) -> None:
-    """A prefill, a decode and a gateway that say that they live, and are deaf."""
+@pytest.mark.parametrize("listens", [True, False])
+async def test_who_does_not_answer_is_shown_as_such(broker: NatsServer, config: Path, listens: bool) -> None:
+    """A prefill and a decode worker and a gateway that say that they live, and hear nothing, or say nothing to what they hear."""
     async with await Bus.connect(broker.url, "test") as bus, anyio.create_task_group() as tasks:
         await streams.apply(bus, streams.declared(JETSTREAM))
+        for subject in (
+            (subjects.recent(), subjects.prefill("prefill-1"), subjects.credit("decode-1")) if listens else ()
+        ):
+            await bus.subscribe(subject, lambda _: None)
         tasks.start_soon(_say_to_live, bus)
         said = await top(config, "--once", "--json")
         tasks.cancel_scope.cancel()
