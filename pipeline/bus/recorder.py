@@ -35,6 +35,7 @@ class Recorder:
         self._bus = bus
         self._working = working
         self._ring = Ring(settings.kept_max)
+        self._began_s = outside.monotonic_s()
 
     async def listen(self) -> None:
         """Answer from now on."""
@@ -43,6 +44,8 @@ class Recorder:
     async def tell_recent(self, process: str, under_way: Callable[[int], tuple[int, list[Record]]]) -> None:
         """Say as well how requests fare, as a gateway. `under_way` says how many there are, and the oldest, up to so many."""
 
+        most = min(LOOKED_AT_MAX, self.settings.kept_max)
+
         def asked(message: Message) -> None:
             try:
                 want = want_recent_decoder.decode(message.data)
@@ -50,8 +53,9 @@ class Recorder:
                 log.warning("question_unreadable", subject=message.subject, error=str(error))
                 return
             count, oldest = under_way(NAMED_MAX)
-            ended = self._ring.last(LOOKED_AT_MAX)
-            self._answer(message, encode(recent(process, want, ended, count, oldest, outside.unix_s())))
+            ended = self._ring.last(most)
+            lived_s = outside.monotonic_s() - self._began_s
+            self._answer(message, encode(recent(process, want, ended, count, oldest, outside.unix_s(), lived_s, most)))
 
         await self._bus.subscribe(subjects.recent(), asked)
 

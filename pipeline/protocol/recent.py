@@ -45,7 +45,8 @@ class WantRecent(msgspec.Struct, frozen=True, kw_only=True, tag="want-recent"):
 class Recent(msgspec.Struct, frozen=True, kw_only=True, tag="recent"):
     """One gateway's answer: `outcomes` of what has ended in the last `over_s` seconds, and spreads of what ended whole.
 
-    `over_s` is less than was asked for where more ended than are looked at. A spread counts durations by bucket: `quantile_s`.
+    `over_s` is less than was asked for where the gateway is younger, or more ended than are looked at. A spread counts
+    durations by bucket: `quantile_s`.
     """
 
     process: str
@@ -66,12 +67,18 @@ def recent(
     under_way: int,
     oldest: Iterable[Record],
     now_unix_s: float,
+    lived_s: float = math.inf,
+    most: int = LOOKED_AT_MAX,
 ) -> Recent:
-    """The answer, from records in the order in which they ended, and of what is under way, the oldest first."""
+    """The answer of a gateway that has lived for `lived_s`, from records in the order in which they ended, `most` at a time.
+
+    `oldest` of what is under way come first.
+    """
     named = max(0, min(asked.named, NAMED_MAX))
     since_s = max(0.0, min(asked.since_s, SINCE_S_MAX)) if math.isfinite(asked.since_s) else SINCE_S_MAX
-    looked_at = [one for one in ended[-LOOKED_AT_MAX:] if now_unix_s - _ended_s(one) <= since_s]
-    if len(looked_at) == LOOKED_AT_MAX:  # what ended before is not counted, nor is its time
+    since_s = min(since_s, max(0.0, lived_s))
+    looked_at = [one for one in ended[-most:] if now_unix_s - _ended_s(one) <= since_s]
+    if len(looked_at) == most:  # what ended before is not counted, nor is its time
         since_s = max(0.0, now_unix_s - _ended_s(looked_at[0]))
     outcomes: dict[str, int] = {}
     took: list[float] = []

@@ -65,6 +65,8 @@ def test_where_more_ended_than_are_looked_at_the_answer_says_over_which_time() -
     said = recent("g", WantRecent(since_s=3600), ended, 0, [], NOW_S)
     assert said.outcomes == {"whole": LOOKED_AT_MAX}
     assert said.over_s == pytest.approx(LOOKED_AT_MAX)
+    few = recent("g", WantRecent(since_s=3600), ended[-4:], 0, [], NOW_S, most=4)
+    assert few.over_s == pytest.approx(4), "a gateway may remember fewer"
 
 
 @pytest.mark.parametrize(("named", "expected"), [(-1, 0), (1, 1), (1 << 40, NAMED_MAX)])
@@ -77,6 +79,11 @@ def test_an_answer_names_no_more_than_it_may(named: int, expected: int) -> None:
 @pytest.mark.parametrize(("since_s", "over_s"), [(-1.0, 0.0), (1e9, 3600.0), (math.inf, 3600.0), (math.nan, 3600.0)])
 def test_an_odd_time_is_bounded(since_s: float, over_s: float) -> None:
     assert recent("g", WantRecent(since_s=since_s), [], 0, [], NOW_S).over_s == over_s
+
+
+def test_a_young_gateway_says_how_young_it_is() -> None:
+    said = recent("g", WantRecent(since_s=60), [record("a", 1.0, ago_s=2)], 0, [], NOW_S, lived_s=7.5)
+    assert (said.over_s, said.outcomes) == (7.5, {"whole": 1})
 
 
 def test_a_question_may_say_nothing() -> None:
