@@ -67,6 +67,11 @@ class Presences:
             if role in roles:
                 yield process, presence.epoch, at_s
 
+    def silent(self, now_s: float) -> list[tuple[Presence, float]]:
+        """The last word of each that is remembered and does not live, and for how long it has said nothing since."""
+        words = ((presence, now_s - at_s) for presence, at_s in self._seen.values())
+        return [(presence, silence_s) for presence, silence_s in words if silence_s > PRESENCE_SILENT_MAX_S]
+
     def heard_s(self, role: str, process: str) -> float:
         """When a process was last heard. Of ourselves: until when at least our connection has carried anything."""
         known = self._seen.get((role, process))

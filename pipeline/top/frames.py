@@ -69,7 +69,7 @@ def alerts(now: Snapshot) -> list[str]:
         return [f"Nobody lives at {now.nats}: start a fleet with `headrace up`, or correct nats.url.", *now.errors]
     found = [f"{one.pool} {one.id} has been silent for {cells.duration(one.silent_s)}." for one in now.silent]
     for pool, lack in _LACKS.items():
-        if not any(process.state == "ready" for process in now.pool(pool)):
+        if not any(process.state == "serving" for process in now.pool(pool)):
             found.insert(0, f"No {pool} worker takes work: {lack}.")
     found += [f"The ledger of {one.decode} does not add up." for one in now.ledgers or [] if one.problems]
     found += [f"{one.decode} does not open its ledger." for one in now.ledgers or [] if one.account is None]

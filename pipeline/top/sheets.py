@@ -16,7 +16,7 @@ Value = str | int | float | None
 Line = tuple[Value, ...]
 
 LOUD: Final = frozenset(("no answer", "failed"))
-QUIET: Final = frozenset(("draining", "starting", "rejected", "expired", "cancelled"))
+QUIET: Final = frozenset(("draining", "paused", "starting", "rejected", "expired", "cancelled"))
 
 
 GAP: Final = 2
@@ -107,6 +107,7 @@ _POOLS: Final = (
     Column("STATE"),
     Column("LOAD", _load),
     Column("BUSY", spare=1),
+    Column("SERVES AS", spare=3),
     Column("ASKS", cells.count, 4),
     Column("WARM", cells.count, 5),
     Column("UP", cells.duration, 2),
@@ -117,7 +118,7 @@ _POOLS: Final = (
 def pools(now: Snapshot) -> Sheet:
     """Every process that lives, and those that fell silent."""
     lines: list[Line] = [_process(one) for one in now.processes]
-    lines += [(one.pool, one.id, f"silent {cells.duration(one.silent_s)}", *(None,) * 6) for one in now.silent]
+    lines += [(one.pool, one.id, f"silent {cells.duration(one.silent_s)}", *(None,) * 7) for one in now.silent]
     return Sheet(
         title="Pools",
         columns=_POOLS,
@@ -135,7 +136,7 @@ def _process(one: Process) -> Line:
     elif decode:
         busy = f"{one.blocks - one.blocks_free:,} of {one.blocks:,} blocks"
     asks, warm = one.asks_waiting if decode else None, one.warm if prefill else None
-    return (one.pool, one.id, one.state, one.load, busy, asks, warm, one.up_s, one.model)
+    return (one.pool, one.id, one.state, one.load, busy, one.serves_as, asks, warm, one.up_s, one.model)
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from pipeline.cli.control import state_of
 from pipeline.cli.credits import problems
 from pipeline.cli.shards import Row
-from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.messages import Account, Presence
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.recent import Counts, Recent, mean_s, quantile_s, together
@@ -41,7 +41,10 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
     pool: Pool
     id: str
-    state: Literal["ready", "starting", "draining"]
+    state: str
+    """Serving, starting, paused or draining."""
+    serves_as: str
+    """What a worker for both is, in all, or is becoming; empty at a gateway."""
     load: float
     up_s: float | None
     slots: int
@@ -123,12 +126,12 @@ def processes(presences: Presences, now_s: float, unix_s: float) -> list[Process
 
 
 def silent(presences: Presences, now_s: float) -> list[Silent]:
-    """Who lived until a moment ago."""
+    """Who lived until a moment ago, and did not say that it leaves: by draining, or by serving in another pool instead."""
+    live = {presence.id for pool in POOLS for presence in presences.live(pool, now_s)}
     found = (
-        Silent(pool=pool, id=process, silent_s=now_s - at_s)
-        for pool in POOLS
-        for process, _, at_s in presences.heard_of({pool})
-        if PRESENCE_SILENT_MAX_S < now_s - at_s <= SILENT_TOLD_S
+        Silent(pool=said.role, id=said.id, silent_s=silent_s)
+        for said, silent_s in presences.silent(now_s)
+        if silent_s <= SILENT_TOLD_S and not said.draining and said.id not in live
     )
     return sorted(found, key=lambda one: one.silent_s)
 
@@ -176,7 +179,8 @@ def _process(presence: Presence, unix_s: float) -> Process:
     return Process(
         pool=presence.role,
         id=presence.id,
-        state="draining" if presence.draining else "ready" if presence.ready else "starting",
+        state=state_of(presence),
+        serves_as=presence.serves_as,
         load=presence.load,
         up_s=max(0.0, unix_s - int(began_ms) / 1e3) if began_ms.isdecimal() else None,
         slots=presence.slots,

@@ -23,6 +23,8 @@ def test_who_spoke_lately_lives_and_who_fell_silent_does_not() -> None:
     assert seen.get("prefill", "b", 0.5) == word("b")
     assert seen.get("prefill", "b", 5.0) is None
     assert seen.get("prefill", "c", 0.5) is None
+    assert seen.silent(0.5) == []
+    assert seen.silent(1.0) == [(word("b"), 1.0)]
 
 
 def test_a_late_word_of_an_older_life_changes_nothing() -> None:

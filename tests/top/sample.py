@@ -14,7 +14,8 @@ NOW_S = 1_790_000_000.0
 def process(pool: Any, name: str, **fields: Any) -> Process:
     """One that is ready, a minute and a half old."""
     known: dict[str, Any] = {
-        "state": "ready",
+        "state": "serving",
+        "serves_as": "" if pool == "gateway" else pool,
         "load": 0.25,
         "up_s": 90.0,
         "slots": 0,

@@ -49,7 +49,7 @@ async def test_a_page_and_its_json_tell_of_all_that_runs(broker: NatsServer, con
     now = json.loads(said.stdout)
     assert said.stdout.count("\n") == 1
     pools = [(one["pool"], one["state"]) for one in now["processes"]]
-    assert pools == [("gateway", "ready"), ("prefill", "ready"), ("prefill", "ready"), ("decode", "ready")]
+    assert pools == [("gateway", "serving"), ("prefill", "serving"), ("prefill", "serving"), ("decode", "serving")]
     assert all(0 <= one["up_s"] < 100 for one in now["processes"])
     assert (now["errors"], now["silent"], now["connected"]) == ([], [], True)
     assert sum(row["served"] for row in now["queues"]) == 3
