@@ -2,7 +2,7 @@
 
 from typing import Final
 
-EIGHTHS: Final = ("", *"▏▎▍▌▋▊▉")
+EIGHTHS: Final[tuple[str, ...]] = ("", *"▏▎▍▌▋▊▉")
 
 
 def text(said: str | None) -> str:

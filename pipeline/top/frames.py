@@ -189,10 +189,10 @@ def _summary(now: Snapshot, width: int, height: int) -> Iterator[RenderableType]
     """The whole pipeline within one screen: what is left of it beside figures and heads, stages and requests share."""
     left = max(4, height - 13)
     stages = min(SUMMARY_STAGES, left // 2, len(now.fare.stages) if now.fare else 0)
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     grid.add_column(style="bold", no_wrap=True, min_width=11)
     grid.add_column(no_wrap=True, overflow="ellipsis")
-    for label, value in (*_pools(now, max(6, min(30, width - 54))), *_queues(now), *_fared(now, now.fare)):
+    for label, value in (*_pools(now, max(4, min(30, width - 58))), *_queues(now), *_fared(now, now.fare)):
         grid.add_row(label, value)
     yield grid
     if now.fare is not None and now.fare.took is not None:
@@ -211,12 +211,12 @@ def _pools(now: Snapshot, bar_width: int) -> Iterator[tuple[str, Text]]:
     load = cells.of(sum(one.load for one in gateways), len(gateways))
     yield "gateways", _meter(load, bar_width, f"{len(gateways)}, {sum(one.rate for one in gateways):.1f} requests/s")
     slots, busy = sum(one.slots for one in prefill), sum(one.slots - one.slots_free for one in prefill)
-    yield "prefill", _meter(cells.of(busy, slots), bar_width, f"{len(prefill)}, {busy} of {slots} slots")
+    yield "prefill", _meter(cells.of(busy, slots), bar_width, f"{len(prefill)}, {busy} of {slots} slots busy")
     blocks, free = sum(one.blocks for one in decode), sum(one.blocks_free for one in decode)
     waiting = sum(one.asks_waiting for one in decode)
     asks = f", {waiting} wait" if waiting else ""
-    held = f"{len(decode)}, {blocks - free:,} of {blocks:,} blocks{asks}"
-    yield "decode", _meter(cells.of(blocks - free, blocks), bar_width, held)
+    load = cells.of(sum(one.load * one.blocks for one in decode), blocks)  # the reserve is neither free nor load
+    yield "decode", _meter(load, bar_width, f"{len(decode)}, {free:,} of {blocks:,} blocks free{asks}")
 
 
 def _meter(part: float | None, width: int, words: str) -> Text:

@@ -106,7 +106,7 @@ _POOLS: Final = (
     Column("NAME", room=12),
     Column("STATE"),
     Column("LOAD", _load),
-    Column("BUSY", spare=1),
+    Column("FIGURES", spare=1),
     Column("SERVES AS", spare=3),
     Column("ASKS", cells.count, 4),
     Column("WARM", cells.count, 5),
@@ -124,19 +124,19 @@ def pools(now: Snapshot) -> Sheet:
         columns=_POOLS,
         lines=lines,
         empty="Nobody lives.",
-        note="ASKS wait for blocks there; WARM creators' prefixes are in its engine's cache.",
+        note="Free blocks: beyond the reserve. ASKS wait for some. WARM: creators cached.",
     )
 
 
 def _process(one: Process) -> Line:
     prefill, decode = one.pool == "prefill", one.pool == "decode"
-    busy = f"{one.rate:.1f} requests/s"
+    figures = f"{one.rate:.1f} requests/s"
     if prefill:
-        busy = f"{one.slots - one.slots_free} of {one.slots} slots"
+        figures = f"{one.slots - one.slots_free} of {one.slots} slots busy"
     elif decode:
-        busy = f"{one.blocks - one.blocks_free:,} of {one.blocks:,} blocks"
+        figures = f"{one.blocks_free:,} of {one.blocks:,} blocks free"
     asks, warm = one.asks_waiting if decode else None, one.warm if prefill else None
-    return (one.pool, one.id, one.state, one.load, busy, one.serves_as, asks, warm, one.up_s, one.model)
+    return (one.pool, one.id, one.state, one.load, figures, one.serves_as, asks, warm, one.up_s, one.model)
 
 
 # --------------------------------------------------------------------------------------------------------------

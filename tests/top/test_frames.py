@@ -54,8 +54,8 @@ def test_the_fleet_is_one_screen(width: int) -> None:
     text = "\n".join(shown("fleet", width, 30))
     for said in (
         "2, 7.2 requests/s",
-        "3, 3 of 12 slots",
-        "2, 100 of 1,024 blocks, 3 wait",
+        "3, 3 of 12 slots busy",
+        "2, 924 of 1,024 blocks free, 3 wait",
         "7 wait, 2 in work",
         "1 under way; 40 whole, 1 failed in 60 s, 0.7/s",
         "Where the time goes",
@@ -80,7 +80,7 @@ def test_pools_show_who_lives_and_who_fell_silent(width: int) -> None:
     assert "starting" in line_of(lines, "prefill  prefill-2")
     assert "25 %" in line_of(lines, "prefill  prefill-1")
     assert "silent 4.20 s" in line_of(lines, "decode   decode-3")
-    assert ("3 of 4 slots" in line_of(lines, "prefill  prefill-1")) == (width >= 80)
+    assert ("3 of 4 slots busy" in line_of(lines, "prefill  prefill-1")) == (width >= 80)
     assert ("smollm2" in "\n".join(lines)) == (width == 160)
 
 

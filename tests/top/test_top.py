@@ -63,7 +63,7 @@ async def test_a_page_and_its_json_tell_of_all_that_runs(broker: NatsServer, con
     assert {"accept", "prefill", "decode"} <= fared["stages"].keys()
     assert sorted(one["outcome"] for one in fared["requests"]) == ["", "whole", "whole"]
     assert now["messages"] == 2 * len(subjects.CLASSES) + 2 * 2 + 2 * 1 + 1 + 1, "queues, prefill, decode, gateways"
-    for part in ("2, 0 of 8 slots", "1 under way; 2 whole", "Where the time goes", request, "gateway-", "smollm2"):
+    for part in ("2, 0 of 8 slots busy", "1 under way; 2 whole", "Where the time goes", request, "gateway-", "smollm2"):
         assert part in shown.stdout
     assert "ada" not in shown.stdout + said.stdout
 
@@ -79,7 +79,7 @@ async def test_workers_without_a_gateway_are_shown_all_the_same(broker: NatsServ
     async with fleet(config_for(broker.url)) as made:
         await made.ask()
         shown = await top(config, "--once")
-    assert "1, 0 of 4 slots" in shown.stdout
+    assert "1, 0 of 4 slots busy" in shown.stdout
     assert "No gateway lives, and it is gateways that know how requests fare." in shown.stdout
 
 
@@ -152,7 +152,7 @@ async def test_keys_change_what_a_real_terminal_shows_and_it_is_left_as_it_was(
                 terminal.until("Where the time goes")
                 assert terminal.raw
                 for key, there in (
-                    ("2", "BUSY"),
+                    ("2", "FIGURES"),
                     ("3", "IN WORK"),
                     ("4", "BOOKS"),
                     ("\t", "SHARE"),
