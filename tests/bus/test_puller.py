@@ -30,7 +30,7 @@ from pipeline.protocol.subjects import Shard
 
 async def main():
     bus = await Bus.connect(sys.argv[1], "doomed")
-    puller = Puller(bus, print, print)
+    puller = Puller(bus, print, print, expires_s=30.0)
     await puller.start()
     puller.offer(Shard("interactive", int(sys.argv[2])), 4, 0)
     await asyncio.sleep(60)
@@ -171,7 +171,7 @@ async def test_an_owner_that_tops_up_on_delivery_loses_no_message_to_the_next_ra
 
 async def test_the_pulls_of_a_killed_worker_vanish_with_its_connection(queue: Bus, server: NatsServer) -> None:
     doomed = await anyio.open_process([sys.executable, "-c", DOOMED, server.url, str(SHARD.number)], stdout=None)
-    async with working(queue) as worker, doomed:
+    async with working(queue, **LONG) as worker, doomed:
         worker.offer(SHARD, 1, 1)
         await until_waiting(queue, 2, within_s=10.0)
         doomed.kill()

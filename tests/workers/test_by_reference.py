@@ -290,7 +290,7 @@ async def test_a_conversation_is_never_held_beyond_its_holders_deadline(broker: 
         assert await conversations.Conversations(made.bus)._write("ada.c1", ghost, 0)
         began_s = outside.monotonic_s()
         assert isinstance((await say(made, "Hello!")).end, Done)
-        assert 0.5 < outside.monotonic_s() - began_s < 2.5
+        assert 0.5 < outside.monotonic_s() - began_s < 5.0
         await at_rest(made)
 
 
