@@ -104,7 +104,7 @@ RULES: Final[dict[str, tuple[str, ...]]] = {
         "tests/workers/test_backlog.py::test_a_backlog_alone_costs_no_deliveries",
     ),
     "A message beyond the free slots is held for a moment, then given back, and its shard is left alone for a moment.": (
-        "tests/protocol/test_slots.py::test_a_surplus_message_is_given_back_and_its_shard_left_alone_for_a_moment",
+        "tests/protocol/test_slots.py::test_a_surplus_message_is_given_back_and_asked_for_as_soon_as_a_slot_frees",
         "tests/workers/test_backlog.py::test_a_message_beyond_the_free_slots_is_anothers_long_before_its_lease_ends",
     ),
     "A pull inbox is never ended while a message may be on its way to it.": (

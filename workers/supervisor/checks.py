@@ -3,8 +3,10 @@
 The arithmetic is pure; looking at the machine is at the end.
 """
 
+import contextlib
 import importlib.util
 import os
+import random
 import shutil
 import socket
 import sys
@@ -31,6 +33,9 @@ PACKAGES: Final[Mapping[str, str]] = {"vllm": "vllm", "lmcache": "lmcache"}
 """Module and package that the real engine needs."""
 
 DEFAULT_MODEL: Final = "smollm2"
+
+PORTS: Final = range(20_000, 32_000)
+"""Of those that we choose: below the ones that Linux gives to outgoing connections, which would take one before its server does."""
 
 INSTALL: Final = "Install the project's locked packages: pip install --no-deps -r configs/cpu.lock."
 
@@ -124,8 +129,11 @@ def check_port(host: str, port: int, setting: str) -> None:
 
 def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago. All are held until the last is chosen, so that they differ."""
-    sockets = [_bind("127.0.0.1", 0) for _ in range(count)]
+    sockets: list[socket.socket] = []
     try:
+        while len(sockets) < count:
+            with contextlib.suppress(OSError):
+                sockets.append(_bind("127.0.0.1", random.choice(PORTS)))
         return [int(bound.getsockname()[1]) for bound in sockets]
     finally:
         for bound in sockets:
