@@ -127,10 +127,13 @@ class Puller:
         for task in self._tasks:
             await task.stop()
         self._tasks = []
-        if self._subscription is not None:
-            await self._subscription.drain()
-            self._subscription = None
-        self._end_all()
+        # Whoever stops may be out of patience, and stops again: what was begun to be drained is not drained twice.
+        subscription, self._subscription = self._subscription, None
+        try:
+            if subscription is not None:
+                await subscription.drain()
+        finally:
+            self._end_all()
 
     async def pull(self, shard: Shard, batch: int, priority: int) -> None:
         """As `offer`, for a caller that can wait."""

@@ -168,7 +168,8 @@ class SimClient:
 
     async def drain_one(self, number: int, answered: "asyncio.Future[bool]") -> None:
         """End a subscription, but hand over what the broker had sent."""
-        self._handlers[number] = ("", self._handlers[number][1])  # so that a reconnect does not subscribe again
+        if number in self._handlers:
+            self._handlers[number] = ("", self._handlers[number][1])  # so that a reconnect does not subscribe again
         self._send(Subscribe(number, None))
         try:
             await self.ping(answered)

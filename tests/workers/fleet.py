@@ -264,3 +264,10 @@ async def backlog(bus: Bus, stream: str = "REQUESTS_interactive") -> int:
 
 
 __all__ = ["Caller", "Fleet", "Reply", "backlog", "config_for", "fleet", "unpack_ids", "until"]
+
+
+async def nothing_left(bus: Bus) -> None:
+    """Return when every request has left the queue: after its receiver has the reply, the ack is still on its way."""
+    with anyio.fail_after(5.0):
+        while await backlog(bus):
+            await anyio.sleep(0.01)

@@ -14,7 +14,7 @@ from pipeline.protocol.arrangement import Role
 from pipeline.protocol.control import Order, Standing, standing_decoder
 from pipeline.protocol.messages import Done, encode
 from tests.nats_server import NatsServer
-from tests.workers.fleet import Caller, Fleet, backlog, config_for, fleet, until
+from tests.workers.fleet import Caller, Fleet, config_for, fleet, nothing_left, until
 
 pytestmark = pytest.mark.anyio
 
@@ -144,7 +144,7 @@ async def test_a_change_of_role_under_load_loses_nothing(broker: NatsServer, way
         assert all(len(caller.receiver.ids) == 25 for caller in asked)
         assert {"both-2", "both-3"} <= {end.usage.decode for end in ends}
         await until(lambda: all(running.loops.under_way == 0 for running in made.workers.values()))
-        assert await backlog(made.bus) == 0
+        await nothing_left(made.bus)
         sound(made)
 
 

@@ -9,7 +9,7 @@ from pipeline.protocol import subjects
 from pipeline.protocol.control import Action, Order, Standing, standing_decoder
 from pipeline.protocol.messages import Done, encode
 from tests.nats_server import NatsServer
-from tests.workers.fleet import Caller, Fleet, backlog, config_for, fleet, until
+from tests.workers.fleet import Caller, Fleet, backlog, config_for, fleet, nothing_left, until
 
 pytestmark = pytest.mark.anyio
 
@@ -89,7 +89,7 @@ async def test_a_worker_that_is_told_to_drain_under_load_leaves_and_loses_nothin
         await until(lambda: made.workers[worker].scope.cancel_called)
         with pytest.raises(BusError):
             await order(made.bus, worker, "look")
-        assert await backlog(made.bus) == 0
+        await nothing_left(made.bus)
 
 
 async def test_what_is_no_order_is_refused_with_the_reason(broker: NatsServer) -> None:

@@ -35,7 +35,7 @@ PACKAGES: Final[Mapping[str, str]] = {"vllm": "vllm", "lmcache": "lmcache"}
 DEFAULT_MODEL: Final = "smollm2"
 
 PORTS: Final = range(20_000, 32_000)
-"""Of those that we choose: below the ones that Linux gives to outgoing connections, which would take one before its server does."""
+"""Of those that we choose: below those that Linux gives to outgoing connections, which would take one before its server does."""
 
 INSTALL: Final = "Install the project's locked packages: pip install --no-deps -r configs/cpu.lock."
 
