@@ -1,4 +1,4 @@
-"""The broker's shards: what waits, and standing pulls by priority, each for a second, as measured on nats-server 2.15.
+"""The broker's shards: what waits, and standing pulls by priority, as measured on nats-server 2.15.
 
 The lowest priority that has a waiting pull is served, equal ones in turn; what was given back goes first.
 """
@@ -7,22 +7,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeline.limits import ACK_WAIT_S, PULL_RANK_MAX
+from pipeline.bus.puller import EXPIRES_S
+from pipeline.limits import PULL_RANK_MAX
 from pipeline.planning.events import Events
 from pipeline.planning.source import HOP_S
 from pipeline.planning.traffic import Request
 from pipeline.protocol.slots import Offer
 from pipeline.protocol.subjects import Shard
 
-PULL_LIFE_S = ACK_WAIT_S
-"""As in `bus/puller.py`."""
-
 
 class Puller(Protocol):
     """A worker, as the broker knows it."""
 
-    def delivered(self, shard: Shard, request: Request, backlog: int) -> None:
-        """A message has come, with `backlog` more behind it."""
+    def delivered(self, shard: Shard, request: Request, backlog: int, again: bool) -> None:
+        """A message has come, with `backlog` more behind it; `again`: it had been given back."""
 
     def ended(self, ended: list[tuple[Shard, int]]) -> None:
         """So many pulls of these shards have expired."""
@@ -39,7 +37,7 @@ class _Queue:
     __slots__ = ("pulls", "waiting")
 
     def __init__(self) -> None:
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[tuple[Request, bool]] = deque()
         self.pulls: tuple[deque[_Pull], ...] = tuple(deque() for _ in range(PULL_RANK_MAX + 1))
 
 
@@ -56,20 +54,20 @@ class Broker:
     def publish(self, shard: Shard, request: Request) -> None:
         """A request has arrived here."""
         queue = self._queues[shard]
-        queue.waiting.append(request)
+        queue.waiting.append((request, False))
         self._serve(shard, queue)
 
     def give_back(self, shard: Shard, request: Request) -> None:
         """A NAK has arrived here."""
         self.returned += 1
         queue = self._queues[shard]
-        queue.waiting.appendleft(request)
+        queue.waiting.appendleft((request, True))
         self._serve(shard, queue)
 
     def pull(self, worker: Puller, offers: list[Offer]) -> None:
         """Pulls have arrived here, made one hop ago."""
         for offer in offers:
-            pull = _Pull(worker, offer.shard, offer.batch, self._events.now_s + PULL_LIFE_S)
+            pull = _Pull(worker, offer.shard, offer.batch, self._events.now_s + EXPIRES_S)
             if not self._standing:
                 self._events.at(pull.expires_s, self._expire)
             self._standing.append(pull)
@@ -83,9 +81,9 @@ class Broker:
 
     def _serve(self, shard: Shard, queue: _Queue) -> None:
         while queue.waiting and (pull := self._next(queue)) is not None:
-            request = queue.waiting.popleft()
+            request, again = queue.waiting.popleft()
             pull.left -= 1
-            self._events.after(HOP_S, pull.worker.delivered, shard, request, len(queue.waiting))
+            self._events.after(HOP_S, pull.worker.delivered, shard, request, len(queue.waiting), again)
 
     def _next(self, queue: _Queue) -> _Pull | None:
         """The pull that is served now; it goes to the end of its turn."""

@@ -41,10 +41,10 @@ class _Worker:
         self._pull(self.slots.rank(placement.ranks(self.engine.name, shards, workers), self._events.now_s))
         self._events.after(SURPLUS_HOLD_S / 2, self._tick)
 
-    def delivered(self, shard: Shard, request: Request, backlog: int) -> None:
+    def delivered(self, shard: Shard, request: Request, backlog: int, again: bool) -> None:
         """A message has come. Its pull is replaced before anything else."""
         self._count += 1
-        has_slot = self.slots.delivered(self._count, shard, backlog, self._events.now_s)
+        has_slot = self.slots.delivered(self._count, shard, backlog, self._events.now_s, again=again)
         self._offer()
         if has_slot:
             self._begin(request)

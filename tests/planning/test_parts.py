@@ -7,8 +7,9 @@ from collections import Counter, OrderedDict
 
 import pytest
 
+from pipeline.bus.puller import EXPIRES_S
 from pipeline.planning import source
-from pipeline.planning.broker import PULL_LIFE_S, Broker
+from pipeline.planning.broker import Broker
 from pipeline.planning.caches import Cache
 from pipeline.planning.engine import Engine, Machine, Served, Tier
 from pipeline.planning.events import Events
@@ -193,10 +194,12 @@ class Hands:
 
     def __init__(self) -> None:
         self.came: list[tuple[Request, int]] = []
+        self.again: list[bool] = []
         self.over: list[tuple[Shard, int]] = []
 
-    def delivered(self, shard: Shard, one: Request, backlog: int) -> None:
+    def delivered(self, shard: Shard, one: Request, backlog: int, again: bool) -> None:
         self.came.append((one, backlog))
+        self.again.append(again)
 
     def ended(self, ended: list[tuple[Shard, int]]) -> None:
         self.over += ended
@@ -224,16 +227,17 @@ def test_what_waits_is_delivered_with_the_backlog_behind_it_and_what_came_back_g
     broker.pull(worker, [Offer(SHARD, 2, 0)])
     events.run(lambda: events.now_s <= HOP_S)
     assert [(one.history, backlog) for one, backlog in worker.came] == [(9, 3), (0, 2)]
+    assert worker.again == [True, False]
     assert broker.returned == 1
 
 
-def test_a_pull_lives_for_a_second_and_its_end_is_told() -> None:
+def test_a_pull_lives_as_long_as_on_a_real_bus_and_its_end_is_told() -> None:
     events = Events()
     broker, worker = Broker(events, [SHARD]), Hands()
     broker.pull(worker, [Offer(SHARD, 3, 0)])
     broker.publish(SHARD, request())
-    events.at(PULL_LIFE_S + 0.1, broker.publish, SHARD, request(history=2))
-    events.at(PULL_LIFE_S + 0.2, broker.pull, worker, [Offer(SHARD, 1, 0)])
-    events.run(lambda: events.now_s < PULL_LIFE_S + 1.0)
+    events.at(EXPIRES_S + 0.1, broker.publish, SHARD, request(history=2))
+    events.at(EXPIRES_S + 0.2, broker.pull, worker, [Offer(SHARD, 1, 0)])
+    events.run(lambda: events.now_s < EXPIRES_S + 1.0)
     assert worker.over == [(SHARD, 2)]
     assert [one.history for one, _ in worker.came] == [1, 2]
