@@ -40,7 +40,7 @@ from gateway.replies import Replies
 from gateway.routing import Routing
 from gateway.vigil import Vigil
 from gateway.warm import Warm
-from pipeline import outside, tls
+from pipeline import garbage, outside, tls
 from pipeline.bus.background import Background
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
@@ -282,6 +282,7 @@ def serve(config: Config, source: Path | None = None) -> None:
     tls.server_files(config.gateway)
     listening = listen_on(config.gateway.host, config.gateway.port)
     with listening as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        garbage.settle()
         runner.run(serve_on(sock, config, source))
 
 

@@ -1,9 +1,9 @@
 """`POST /v1/chat/completions` and `/v1/completions`: read, check, admit, publish, and relay the reply.
 
 Plain ASGI, because this is the hot path: one write carries all text that is ready, and nothing is allocated for a token but
-its chunk. The response begins with the first text or with an error, so an error that comes first has its own status. A client
-that leaves is noticed at every stage by a watch on `http.disconnect`: frameworks do that only for servers that announce an
-ASGI version below 2.4.
+its chunk. While a client keeps up, its tokens are written as they come, past the task that waits for the end. The response
+begins with the first text or with an error, so an error that comes first has its own status. A client that leaves is noticed
+at every stage by a watch on `http.disconnect`: frameworks do that only for servers that announce an ASGI version below 2.4.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway import completions, errors, intake, openai, sse
 from gateway.account import Account
 from gateway.detailed import DetailedChunks
+from gateway.door import WRITER, Writer
 from gateway.fleet import Lookout
 from gateway.intake import Order, Terms
 from gateway.keys import Guests
@@ -97,7 +98,7 @@ class Endpoint:
         request = uuid4().hex
         request_id = intake.request_id_of(headers) or request
         structlog.contextvars.bind_contextvars(request_id=request_id)
-        out = Outgoing(send, request_id)
+        out = Outgoing(send, request_id, scope.get(WRITER))
         try:
             order, places = await self._accept(request, headers, receive)
         except ReplyError as error:
@@ -222,9 +223,10 @@ class Endpoint:
 class Outgoing:
     """The response: its first message is sent with the first part of its body."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, writer: Writer | None = None) -> None:
         self.request_id = request_id
         self._send = send
+        self._writer = writer
         self._echo = (b"x-request-id", request_id.encode())
         self.started = False
 
@@ -233,6 +235,10 @@ class Outgoing:
         if not self.started:
             await self._start(200, list(STREAM_HEADERS))
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+    def write_now(self, body: bytes) -> bool:
+        """A part of a response that has begun, without waiting. False where that cannot be: then `write` it."""
+        return self.started and self._writer is not None and self._writer(body)
 
     async def whole(self, status: int, headers: errors.Headers, body: bytes) -> None:
         """A response in one piece."""
@@ -259,7 +265,7 @@ async def stream(kind: type[Request], order: Order, reply: AnyReply, out: Outgoi
     chunks = _chunks(kind, order, reply, pieces)
     while reply.end is None and not reply.left:
         await out.write(chunks.pieces(pieces), more=True)
-        await reply.something()
+        await reply.something(lambda piece: out.write_now(chunks.pieces((piece,))))
         pieces = reply.take()
     if reply.left:
         return

@@ -6,9 +6,11 @@ says nothing should not have them.
 """
 
 import asyncio
+import functools
+from collections.abc import Callable
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway import errors
 from pipeline.errors import ErrorBody, HeadTooLarge, RequestError, TooSlow
@@ -19,6 +21,12 @@ KEEP_ALIVE_S: Final = 65.0
 
 LINGER_S: Final = 1.0
 """A refused connection is kept so long for the client to read why."""
+
+WRITER: Final = "headrace.writer"
+"""Where the scope of a request has its `Writer`."""
+
+Writer = Callable[[bytes], bool]
+"""Writes a part of a streamed body that has begun, at once. False, and nothing is written, while the client does not keep up."""
 
 HEAD_TOO_LARGE: Final = HeadTooLarge(f"The headers are larger than {HEAD_BYTES_MAX} bytes.").body()
 HEAD_TOO_SLOW: Final = TooSlow(f"The headers have not come within {HEAD_TIMEOUT_S:g} s.").body()
@@ -68,6 +76,8 @@ class Door(HttpToolsProtocol):
         self._in_head = False
         self._at_ease()
         super().on_headers_complete()
+        if self.cycle is not None and self.cycle.scope is self.scope:
+            self.scope[WRITER] = functools.partial(self._write, self.cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
@@ -84,6 +94,13 @@ class Door(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Called by the server, for what it cannot read."""
         self._refuse(NO_HTTP)
+
+    def _write(self, cycle: RequestResponseCycle, body: bytes) -> bool:
+        """A `Writer`, for what has no time for the way through the server: one call instead of a task's turn."""
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     @property
     def _idle(self) -> bool:

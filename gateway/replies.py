@@ -49,6 +49,9 @@ ANSWER_WITHIN_S: Final = 1.0
 WHOLE_REMEMBERED_MAX: Final = 4096
 """Finished requests that still answer `whole` to a late claim. One that is forgotten answers `gone`, and is acked as well."""
 
+Sink = Callable[[Piece], bool]
+"""Sends news at once. False, and nothing is sent, where that cannot be."""
+
 _ITL_SECONDS: Final = {klass: metrics.ITL_SECONDS.labels(klass=klass) for klass in CLASSES}
 
 log = logs.get("gateway")
@@ -63,6 +66,7 @@ class Reply:
 
     __slots__ = (
         "_parts",
+        "_sink",
         "_wake",
         "answer_by_s",
         "at",
@@ -99,6 +103,7 @@ class Reply:
         self.timer: asyncio.TimerHandle | None = None
         self.on_begun: Callable[[], None] | None = None
         """Called at the first token."""
+        self._sink: Sink | None = None
         self._parts: list[Piece] = []
         self._wake = wake or asyncio.Event()
 
@@ -119,6 +124,8 @@ class Reply:
 
     def add(self, piece: Piece) -> None:
         """News for the client."""
+        if self._sink is not None and not self._parts and self._sink(piece):
+            return
         self._parts.append(piece)
         self._wake.set()
 
@@ -138,10 +145,16 @@ class Reply:
         parts, self._parts = self._parts, []
         return joined(parts)
 
-    async def something(self) -> None:
-        """Wait for text or for the end."""
+    def hold(self) -> None:
+        """What comes from now on waits to be taken."""
+        self._sink = None
+
+    async def something(self, sink: Sink | None = None) -> None:
+        """Wait for text or for the end. Meanwhile news goes to `sink`, until it does not take one: that one is to be taken."""
+        self._sink = sink
         while not (self._parts or self.end or self.left):
             await self._pause()
+        self._sink = None
 
     async def everything(self) -> None:
         """Wait for the end."""
@@ -261,6 +274,8 @@ class Replies:
         heard = reply.receiver.frame(frame, now_s)
         if not isinstance(heard.answer, Fenced):
             reply.answer_by_s = None
+        if heard.end is not None:
+            reply.hold()  # the last text goes with the end
         for piece in heard.pieces:
             if piece.text or piece.message or reply.detailed:
                 reply.add(piece)

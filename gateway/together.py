@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.replies import Reply
+from gateway.replies import Reply, Sink
 from pipeline.errors import ErrorBody
 from pipeline.protocol.messages import Done
 from pipeline.protocol.reply import Piece, Receiver
@@ -61,7 +61,7 @@ class Together:
             for piece in reply.take()
         ]
 
-    async def something(self) -> None:
+    async def something(self, _: Sink | None = None) -> None:
         """Wait for text or for the end."""
         while not (any(reply.news for reply in self._replies) or self.end or self.left):
             await self._pause()

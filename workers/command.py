@@ -64,8 +64,10 @@ def worker(
     _serve_metrics(chosen, metrics_port)
     model_path = _prepared(chosen, role)
 
+    from pipeline import garbage
     from workers.runtime import run_worker
 
+    garbage.settle()
     anyio.run(run_worker, chosen, role, name, model_path, as_role, backend_options={"use_uvloop": True})
     if chosen.engine == "vllm":
         _leave()

@@ -13,9 +13,14 @@ towards it, and only then. Where both are high the fleet is full, and no role he
 There is one step at a time: the bottleneck has to last for `patience_s`, and after a step the fleet is left alone for
 `settle_s`, so that what it did is seen before the next one. Between `low` and `high` nothing begins: a load that hovers there
 moves nobody to and fro. Some workers of each part always stay.
+
+There are loads that no arrangement serves without a bottleneck: two workers for 1.0 workers' worth of prefill and 0.6 of decode
+lack one or the other in turn. So a step that the next one takes back is remembered, and not taken again from the same
+arrangement for `remember_s`: the fleet comes to rest, and tries again when the load may be another.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, Literal
 
@@ -41,6 +46,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     low: float = 0.6
     patience_s: float = 3.0
     settle_s: float = 10.0
+    remember_s: float = 600.0
     prefill_min: int = 1
     decode_min: int = 1
 
@@ -73,6 +79,23 @@ class Turn(msgspec.Struct, frozen=True):
     bottleneck: Part
 
 
+Arrangement = tuple[tuple[Role, int], ...]
+"""How many workers have each role."""
+
+
+class _Taken(msgspec.Struct, frozen=True):
+    """A step: from where, towards what, when."""
+
+    before: Arrangement
+    towards: Part
+    at_s: float
+
+
+def arrangement(members: Sequence[Member]) -> Arrangement:
+    """How many workers have each role now."""
+    return tuple(sorted(Counter(member.role for member in members).items()))
+
+
 def pressure(members: Sequence[Member]) -> Pressure:
     """What is measured now."""
     slots, free = sum(member.slots for member in members), sum(member.slots_free for member in members)
@@ -103,6 +126,9 @@ class Balancer:
         self._bottleneck: Part | None = None
         self._since_s = -math.inf
         self._settled_s = -math.inf
+        self._last: _Taken | None = None
+        self._in_vain: dict[tuple[Arrangement, Part], float] = {}
+        """Steps that were taken back, and until when they are not taken again. No more than `remember_s` holds of them."""
 
     def step(self, now_s: float, members: Sequence[Member]) -> Turn | None:
         """What to do now, about once a second. A turn is taken for done; where it was refused, the next comes after a while."""
@@ -113,10 +139,23 @@ class Balancer:
         if found is None or now_s - self._since_s < self.rules.patience_s or now_s < self._settled_s:
             return None
         turn = choose(members, found, self.rules)
-        if turn is not None:
-            self._settled_s = now_s + self.rules.settle_s
-            self._since_s = now_s
+        if turn is None:
+            return None
+        now = arrangement(members)
+        self._learn(found, now_s)
+        if (now, found) in self._in_vain:
+            return None
+        self._settled_s = now_s + self.rules.settle_s
+        self._since_s = now_s
+        self._last = _Taken(now, found, now_s)
         return turn
+
+    def _learn(self, found: Part, now_s: float) -> None:
+        """Where the last step has only moved the bottleneck to the other part, it was in vain."""
+        self._in_vain = {step: until_s for step, until_s in self._in_vain.items() if until_s > now_s}
+        last = self._last
+        if last is not None and last.towards != found and now_s - last.at_s < self.rules.remember_s:
+            self._in_vain[last.before, last.towards] = last.at_s + self.rules.remember_s
 
 
 def choose(members: Sequence[Member], towards: Part, rules: Rules) -> Turn | None:

@@ -147,23 +147,28 @@ class Receiver:
         if frame.index < len(self.ids):
             # A holder resends whole frames, so a frame is new from its first token or not at all.
             return Heard(repeated=len(ids))
-        extra = frame.extra or _NO_EXTRA
+        extra = frame.extra
+        if extra is None:
+            self._keep(0, ids, frame.text)
+            return Heard(frame.text, tuple(ids))
         if extra.prompt_tokens:
             self.prompt_tokens, self.prompt = extra.prompt_tokens, extra.prompt
-        self._keep(extra.choice, ids, frame.text)
-        had = self._had[extra.choice]
+        had = self._keep(extra.choice, ids, frame.text)
         had.logprobs += len(extra.logprobs) + bool(had.logprobs and extra.logprobs)
         had.message += len(extra.message) + bool(had.message and extra.message)
         said = (extra.choice, extra.logprobs, extra.message)
         return Heard(frame.text, tuple(ids), None, None, None, 0, *said)
 
-    def _keep(self, choice: int, ids: list[int], text: str) -> None:
-        had = self._had.setdefault(choice, _Had())
+    def _keep(self, choice: int, ids: list[int], text: str) -> _Had:
+        had = self._had.get(choice)
+        if had is None:
+            had = self._had[choice] = _Had()
         had.tokens += len(ids)
         had.text += len(text)
         self.ids += ids
         if choice == 0:
             self.text += text
+        return had
 
     def _done(self, frame: Done) -> Heard:
         first, *others = (self._rest(index, choice) for index, choice in enumerate(frame.all_choices))

@@ -117,7 +117,7 @@ async def test_a_slow_reader_delays_nobody_and_loses_nothing(served: Stack) -> N
         assert served.gateway.admission.in_flight == 1, "the slow one is still being written"
         reply = await slow.rest()
     assert reply.count(b"0123456789abcdef") == 100 * 4096
-    assert reply.count(b"data: ") < 30, "what waits is joined"
+    assert reply.count(b"data: ") < 90, "what waits is joined"
     assert b'"code":"engine_failed"' in reply
 
 

@@ -1,7 +1,7 @@
 """The balancer: what it measures, whom it moves, and that it comes to rest, in virtual time."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.protocol.arrangement import Role, takes
@@ -137,6 +137,17 @@ def test_a_fleet_follows_a_load_that_turns_from_prefill_to_decode() -> None:
     assert len(fleet.turns) == settled, "and comes to rest"
 
 
+def test_a_step_that_was_taken_back_is_not_taken_again_until_it_is_forgotten() -> None:
+    fleet, balancer = Fluid({"p": "prefill", "d": "decode"}), Balancer(RULES)
+    fleet.live(balancer, 0, 600, prefill_load=1.0, decode_load=0.625)
+    assert fleet.turns[0] == Turn("d", "both", "prefill")
+    rested = len(fleet.turns)
+    assert rested < 10, "each arrangement lacks one or the other"
+    fleet.live(balancer, 600, 800, prefill_load=1.0, decode_load=0.625)
+    assert len(fleet.turns) > rested, "the load may be another by now"
+
+
+@example(prefill_load=1.0, decode_load=0.625, others=[])
 @given(st.floats(0.0, 4.0), st.floats(0.0, 4.0), st.lists(st.sampled_from(["prefill", "decode", "both"]), max_size=4))
 def test_under_any_steady_load_it_comes_to_rest_and_leaves_somebody_for_each_part(
     prefill_load: float, decode_load: float, others: list[Role]

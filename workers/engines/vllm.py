@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from pipeline import garbage
 from pipeline.config import Config
 from pipeline.errors import EngineDead, OperatorError, ReplyLost
 from pipeline.protocol.arrangement import Role
@@ -90,6 +91,7 @@ class VllmEngine:
         if self._role != "decode":
             self._events_at = tempfile.TemporaryDirectory(prefix="headrace-")  # which nobody else may read
         await asyncio.to_thread(self._load)
+        garbage.settle()
         self._listen()
 
     async def _reach_lmcache(self) -> None:
