@@ -6,7 +6,7 @@ from pipeline import garbage
 
 
 def test_what_was_there_before_is_left_alone_and_what_comes_after_is_collected() -> None:
-    lasting = [[]]
+    lasting: list[list[object]] = [[]]
     try:
         garbage.settle()
         assert gc.get_freeze_count() > 1000
