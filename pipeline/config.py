@@ -171,6 +171,7 @@ class Balancer(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part is the bottleneck while its pressure is `high` and the other's below `low`."""
     patience_s: PositiveFloat = Rules().patience_s
     settle_s: PositiveFloat = Rules().settle_s
+    remember_s: PositiveFloat = Rules().remember_s
     prefill_min: Positive = Rules().prefill_min
     decode_min: Positive = Rules().decode_min
 
