@@ -23,6 +23,7 @@ the same prompt.
 The holder's half is the `Lease`: what it may assume of its message while the broker is silent.
 """
 
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from pipeline.limits import LEASE_PERIOD_S, LEASE_SILENT_MAX_S
@@ -39,7 +40,7 @@ class Arbiter:
         self._persona = 0
         self._superseded: dict[str, Claim] = {}
 
-    def claim(self, claim: Claim, have: list[int]) -> Answer:
+    def claim(self, claim: Claim, have: Sequence[int]) -> Answer:
         """Answer a claim. `have` are the token ids that the receiver has already."""
         if self.whole:
             return Whole()

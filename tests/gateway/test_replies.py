@@ -14,16 +14,19 @@ from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.messages import (
     Cancel,
     Claim,
+    Done,
     Failed,
     From,
     Go,
     Gone,
     Notice,
     Tokens,
+    Usage,
     Whole,
     encode,
     pack_ids,
 )
+from pipeline.protocol.reply import Piece
 
 pytestmark = pytest.mark.anyio
 
@@ -89,6 +92,49 @@ async def test_text_waits_joined_until_it_is_taken(replies: Replies) -> None:
     await reply.something()
     assert [piece.text for piece in reply.take()] == ["Paris."]
     assert reply.take() == []
+
+
+async def test_news_goes_to_who_takes_it_at_once_and_waits_in_order_behind_what_was_not_taken(replies: Replies) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    replies.on_claim(claim("r"))
+    sent, keeps_up = list[str](), True
+
+    def sink(piece: Piece) -> bool:
+        if keeps_up:
+            sent.append(piece.text)
+        return keeps_up
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reply.something, sink)
+        await anyio.wait_all_tasks_blocked()
+        replies.on_frames(message([tokens("r", 0, "a"), tokens("r", 1, "b")]))
+        assert (sent, reply.news) == (["a", "b"], False)
+        keeps_up = False
+        replies.on_frames(message([tokens("r", 2, "c")]))
+        keeps_up = True
+        replies.on_frames(message([tokens("r", 3, "d")]))
+    assert sent == ["a", "b"], "nothing overtakes what waits"
+    replies.on_frames(message([tokens("r", 4, "e")]))
+    assert [piece.text for piece in reply.take()] == ["cde"], "nobody waits for it any more"
+
+
+async def test_the_last_text_waits_to_be_sent_with_the_end(replies: Replies) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    replies.on_claim(claim("r"))
+    sent = list[str]()
+
+    def sink(piece: Piece) -> bool:
+        sent.append(piece.text)
+        return True
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reply.something, sink)
+        await anyio.wait_all_tasks_blocked()
+        replies.on_frames(message([tokens("r", 0, "a")]))
+        usage = Usage(**dict.fromkeys(Usage.__struct_fields__[:5], 0), prefill="p", decode="d")
+        replies.on_frames(message([Done(1, "r", "c1", 2, pack_ids([7, 7]), "ab", "stop", usage)], "asker"))
+    assert sent == ["a"]
+    assert [piece.text for piece in reply.take()] == ["b"]
 
 
 async def test_after_a_reconnect_every_holder_is_asked_to_go_on(replies: Replies, bus: Posted) -> None:

@@ -91,7 +91,7 @@ class HttpClient(Client):
 
     @property
     def ids(self) -> list[int]:
-        return self.relay.receiver.ids if self.relay is not None else []
+        return list(self.relay.receiver.ids) if self.relay is not None else []
 
     @property
     def over(self) -> bool:

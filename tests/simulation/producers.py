@@ -174,7 +174,7 @@ class Arbiter(Producer):
 
     @property
     def ids(self) -> list[int]:
-        return self._receiver.ids
+        return list(self._receiver.ids)
 
     async def listen(self, bus: Bus) -> dict[str, Any]:
         """Until the world ends: who tells the end of a reply may have to tell it again."""

@@ -188,7 +188,7 @@ class Caller:
         """Wait for the end."""
         await self._ended.wait()
         assert self._end is not None
-        return Reply(self.receiver.text, self.receiver.ids, self._end, self.frames)
+        return Reply(self.receiver.text, list(self.receiver.ids), self._end, self.frames)
 
     def leave(self, *, cancels: bool = True) -> None:
         """The client is gone: what a gateway says then. Without `cancels` the cancel is lost on the way."""
