@@ -173,22 +173,22 @@ async def _shoot(stack: Stack, rate: float, seconds: float, run_name: str) -> Sh
     """An open loop of so many requests a second."""
     load = Load(creators=CREATORS, prompt_words=PROMPT_WORDS, max_tokens=REPLY_TOKENS, run=run_name)
     plan = Plan(
-        orders=_exact(plain(load)),
+        orders=exact(plain(load)),
         times_s=poisson(rate, run_name),
         bounds=Bounds(requests=None, duration_s=seconds, warm_up_s=0.0, in_flight=4096),
         loop=f"{rate:g}/s",
         timeout_s=30.0,
     )
-    before = _cpu_s(stack)
-    served = await session.run(Gateway(stack.gateways()[0].url), {"content-type": "application/json"}, plan, _unwatched)
-    after = _cpu_s(stack)
+    before = cpu_s(stack)
+    served = await session.run(Gateway(stack.gateways()[0].url), {"content-type": "application/json"}, plan, unwatched)
+    after = cpu_s(stack)
     requests = max(1, served.requests)
     spent = {part: round((after[part] - before[part]) * 1000 / requests, 3) for part in before}
     await asyncio.sleep(SETTLE_S)
     return Shot(served=served, cpu_ms=spent)
 
 
-def _exact(orders: Iterator[Order]) -> Iterator[Order]:
+def exact(orders: Iterator[Order]) -> Iterator[Order]:
     """Replies of exactly so many tokens."""
     for order in orders:
         body = msgspec.json.decode(order.body)
@@ -244,7 +244,7 @@ def added(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _cpu_s(stack: Stack) -> dict[str, float]:
+def cpu_s(stack: Stack) -> dict[str, float]:
     """CPU seconds that each part has had, with all that it has started."""
     return {name: sum(map(_spent_s, _family(pid))) for name, pid in _pids(stack).items()}
 
@@ -294,7 +294,7 @@ async def _kb_per_stream(stack: Stack, streams: int) -> float:
     """Memory of the gateway with long replies open, over that without."""
     load = Load(creators=CREATORS, prompt_words=PROMPT_WORDS, max_tokens=STREAM_TOKENS, run="streams")
     plan = Plan(
-        orders=_exact(islice(plain(load), streams)),
+        orders=exact(islice(plain(load), streams)),
         times_s=None,
         bounds=Bounds(requests=streams, duration_s=None, warm_up_s=0.0, in_flight=streams),
         loop="streams",
@@ -303,7 +303,7 @@ async def _kb_per_stream(stack: Stack, streams: int) -> float:
     gateway = psutil.Process(_pids(stack)["gateway-1"])
     before, most = gateway.memory_info().rss, 0
     asking = asyncio.create_task(
-        session.run(Gateway(stack.gateways()[0].url), {"content-type": "application/json"}, plan, _unwatched)
+        session.run(Gateway(stack.gateways()[0].url), {"content-type": "application/json"}, plan, unwatched)
     )
     while not asking.done():
         most = max(most, gateway.memory_info().rss)
@@ -318,7 +318,7 @@ def _percentile_ms(times_s: list[float], percent: int) -> float:
     return math.inf if found is None else round(found, 2)
 
 
-def _unwatched(_: session.Status) -> None:
+def unwatched(_: session.Status) -> None:
     """Nobody looks on."""
 
 
