@@ -4,13 +4,12 @@ A job takes one event at a time, steps its machine and carries out the effects i
 report back by further events; STOP cancels those that work, at once.
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal
 
-import anyio
 import structlog
-from anyio.abc import TaskGroup
 
 from pipeline import outside
 from pipeline.bus.errors import BusError
@@ -20,6 +19,7 @@ from pipeline.protocol.records import Facts, Record
 from pipeline.protocol.request import Effect, Event, Stage
 from pipeline.protocol.stages import Decoding, Prefilling
 from pipeline.telemetry.spans import Span
+from workers.bell import Bell
 from workers.holding import Holding
 
 log: Final = structlog.get_logger("job")
@@ -46,9 +46,10 @@ class Job(ABC):
         self.began_s = clock()
         self._clock = clock
         self._events: list[Event] = []
-        self._wake = anyio.Event()
-        self._working: list[anyio.CancelScope] = []
-        self._tasks: TaskGroup
+        self._bell = Bell()
+        self._beside: set[asyncio.Task[None]] = set()
+        self._working: list[asyncio.Task[None]] = []
+        self._tasks: asyncio.TaskGroup
 
     @property
     @abstractmethod
@@ -111,12 +112,12 @@ class Job(ABC):
             self.error = self.told = error
         self.times.happened(event, self._clock())
         self._events.append(event)
-        self._wake.set()
+        self._bell.ring()
 
     async def run(self) -> None:
         """Live until the machine has ended."""
         beside, at_once = self.beside(), self.at_once()
-        async with anyio.create_task_group() as self._tasks:
+        async with asyncio.TaskGroup() as self._tasks:
             while not self.ended:
                 self.ended_by = await self._next()
                 for effect in self.step(self.ended_by):
@@ -124,22 +125,19 @@ class Job(ABC):
                         await self._carry_out(effect, at_once[effect])
                     else:
                         self._start(effect, beside[effect])
-            self._tasks.cancel_scope.cancel()
+            for task in self._beside:
+                task.cancel()
 
     async def stop_working(self) -> None:
         """Cancel what works for this request: rendering, asking, the engine. What was about to begin does not begin."""
-        for scope in self._working:
-            scope.cancel()
+        for task in self._working:
+            task.cancel()
         self._working.clear()
 
     async def _next(self) -> Event:
         """The next event. Past the deadline that is DEADLINE, and UNHEARD once the end has been told for long enough."""
         while not self._events:
-            left_s = self._until_s() - self._clock()
-            self._wake = anyio.Event()
-            with anyio.move_on_after(max(0.0, left_s)) as timer:
-                await self._wake.wait()
-            if timer.cancelled_caught:
+            if not await self._bell.heard(max(0.0, self._until_s() - self._clock())):
                 return self._too_late()
         return self._events.pop(0)
 
@@ -162,18 +160,16 @@ class Job(ABC):
 
     def _start(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
         """Known to STOP from now on, and not from its first turn: the events that start and stop it may come together."""
-        scope = anyio.CancelScope()
+        task = self._tasks.create_task(self._run_beside(effect, carry_out))
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
         if effect not in (Effect.CLAIM, Effect.RECLAIM, Effect.TELL):
-            self._working.append(scope)
-        self._tasks.start_soon(self._run_beside, scope, effect, carry_out)
+            self._working.append(task)
 
-    async def _run_beside(
-        self, scope: anyio.CancelScope, effect: Effect, carry_out: Callable[[], Awaitable[None]]
-    ) -> None:
-        with scope:
-            # A claim beside the ack of what is dropped would be answered, and its receiver would count on it.
-            if not (scope.cancel_called or self.ended_by is Event.GONE):
-                await self._carry_out(effect, carry_out)
+    async def _run_beside(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
+        # A claim beside the ack of what is dropped would be answered, and its receiver would count on it.
+        if self.ended_by is not Event.GONE:
+            await self._carry_out(effect, carry_out)
 
     async def _carry_out(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:
         """Failures become events: a job never takes its worker down."""

@@ -45,6 +45,7 @@ from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefil
 from pipeline.protocol.resume import check_resumable
 from pipeline.protocol.stages import AtPrefill, Prefilling, at_prefill, seconds
 from pipeline.telemetry import metrics
+from workers.bell import Bell
 from workers.dead_letters import keep
 from workers.engines.port import Prefilled
 from workers.holding import EVENT_OF, Holding
@@ -85,7 +86,7 @@ class PrefillJob(Job):
         )
         self.state = Prefill()
         self.asking: Asking | None = None
-        self._verdict_came = anyio.Event()
+        self._verdict_came = Bell()
         self._ids: list[int] = []
         self._echo = ""
         self._delivered: list[int] = []
@@ -189,7 +190,7 @@ class PrefillJob(Job):
         """A decode worker has answered an ask of this job. Returns what to send it."""
         assert self.asking is not None
         sends = self.asking.verdict(verdict)
-        self._verdict_came.set()
+        self._verdict_came.ring()
         return sends
 
     # Effects
@@ -287,9 +288,7 @@ class PrefillJob(Job):
             if has != had:
                 self.happen(Event.GRANTED if has else Event.GRANT_LOST)
             had = has
-            self._verdict_came = anyio.Event()
-            with anyio.move_on_after(SECOND_ASK_AFTER_S):
-                await self._verdict_came.wait()
+            await self._verdict_came.heard(SECOND_ASK_AFTER_S)
 
     async def _prefill(self) -> None:
         began_s = self._clock()
@@ -348,7 +347,7 @@ class PrefillJob(Job):
         self.happen(why)
         if self.asking.grant is not None:
             self.happen(Event.GRANTED)
-        self._verdict_came.set()
+        self._verdict_came.ring()
 
     async def _offered(self, decode: str, payload: bytes) -> HandoffAnswer | None:
         """Repeat the handoff under the same grant until it is answered, or its decode worker is silent: then it may have it."""
@@ -431,7 +430,7 @@ class PrefillJob(Job):
         """The broker says that nobody listens where this ask was sent."""
         assert self.asking is not None
         self.asking.unheard(ask)
-        self._verdict_came.set()
+        self._verdict_came.ring()
 
     def send(self, sends: list[Send]) -> None:
         """Publish what the asker has to say. What cannot be sent now is repeated, or expires."""
