@@ -1,8 +1,9 @@
 """uvicorn's HTTP protocol, with bounds on what it leaves open: how long a head may take, and how long it may be.
 
 uvicorn waits for ever for a request's first head and for the end of a body that is not wanted any more, takes headers of any
-size, and says what is no HTTP in plain text. A connection costs little, but not nothing, and who opens a thousand of them and
-says nothing should not have them.
+size, takes what follows a chunked body (trailers) for headers, and says what is no HTTP in plain text. Where requests are
+pipelined, it tells only the last of them that its client has left. A connection costs little, but not nothing, and who opens a
+thousand of them and says nothing should not have them.
 """
 
 import asyncio
@@ -39,7 +40,10 @@ class Door(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
+        self._served: RequestResponseCycle | None = None
+        """Whose turn it is to be answered. `cycle` is what is being read, which may have to wait for it."""
         self._head_bytes = 0
+        """What has come of a head, or since the last of a body."""
         self._in_head = False
         self._whole = True
         """The last request has come to its end."""
@@ -53,17 +57,17 @@ class Door(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
         self._at_ease()
+        self._forsake()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
         if self._refused:
             return
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self._refuse(HEAD_TOO_LARGE)
+        if self._head_bytes > HEAD_BYTES_MAX and not self._whole:
+            self._refuse(HEAD_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         """Called by the parser, at the first byte of a request."""
@@ -71,13 +75,26 @@ class Door(HttpToolsProtocol):
         self._in_head, self._whole, self._head_bytes = True, False, 0
         self._within(HEAD_TIMEOUT_S)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called by the parser, also for trailers. Those are dropped: they would stand for the key, or what else a head says."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Called by the parser."""
-        self._in_head = False
+        self._in_head, self._head_bytes = False, 0
         self._at_ease()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES_MAX:
+            self._refuse(HEAD_TOO_LARGE)
+            raise ValueError  # the parser stops, and says so where we have refused already
         super().on_headers_complete()
         if self.cycle is not None and self.cycle.scope is self.scope:
             self.scope[WRITER] = functools.partial(self._write, self.cycle)  # type: ignore[typeddict-unknown-key]
+
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser."""
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Called by the parser."""
@@ -95,6 +112,17 @@ class Door(HttpToolsProtocol):
         """Called by the server, for what it cannot read."""
         self._refuse(NO_HTTP)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Called by the server, for each request when those before it have been answered."""
+        self._served = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _forsake(self) -> None:
+        """Nothing more reaches the client: who still writes its response should know."""
+        if self._served is not None and not self._served.response_complete:
+            self._served.disconnected = True
+            self._served.message_event.set()
+
     def _write(self, cycle: RequestResponseCycle, body: bytes) -> bool:
         """A `Writer`, for what has no time for the way through the server: one call instead of a task's turn."""
         if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
@@ -110,7 +138,8 @@ class Door(HttpToolsProtocol):
     @property
     def _in_unanswered_body(self) -> bool:
         """What is being read belongs to the one request that is owed a response, of which nothing has been sent."""
-        return not (self._whole or self._in_head or self._idle or self.cycle.response_started)
+        begun = self._in_head or self._whole or self._idle
+        return not begun and self._served is self.cycle and not self.cycle.response_started
 
     def _within(self, seconds: float) -> None:
         self._at_ease()
@@ -139,6 +168,7 @@ class Door(HttpToolsProtocol):
             self.transport.close()
             return
         self._refused = True
+        self._forsake()
         self.transport.write(self._response(error))
         # To close at once, with something unread, would reset the connection, and the client might lose what we have said.
         if self.transport.can_write_eof():  # not over TLS

@@ -12,6 +12,7 @@ from gateway import door
 from pipeline.limits import HEAD_BYTES_MAX
 from tests.gateway.stack import CHAT, HELLO, Connection, Stack, stack
 from tests.gateway.test_bad_input import refused
+from tests.gateway.test_identity import KEYS
 from tests.gateway.worker_double import saying
 from tests.nats_server import NatsServer
 
@@ -157,6 +158,69 @@ async def test_a_head_that_does_not_end_is_a_431(served: Stack) -> None:
                 except anyio.BrokenResourceError:
                     break
         assert (await client.answer())[0] == 431
+
+
+async def test_a_head_that_is_too_large_is_a_431_also_where_it_comes_at_once(served: Stack) -> None:
+    async with raw(served) as client:
+        await client.send(b"GET /health HTTP/1.1\r\nhost: x\r\nx-filler: " + b"x" * HEAD_BYTES_MAX + b"\r\n\r\n")
+        status, head, _ = await client.answer()
+        assert (status, b"connection: close" in head) == (431, True)
+
+
+async def test_trailers_that_do_not_end_are_a_431(served: Stack) -> None:
+    async with raw(served) as client:
+        await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n")
+        with anyio.fail_after(5):
+            for _ in range(HEAD_BYTES_MAX // 1000 + 10):
+                try:
+                    await client.send(b"x-filler: " + b"x" * 1000 + b"\r\n")
+                except anyio.BrokenResourceError:
+                    break
+        assert (await client.answer())[0] == 431
+
+
+async def test_a_trailer_does_not_stand_for_a_header(broker: NatsServer) -> None:
+    async with stack(broker.url, keys=KEYS) as served, raw(served) as client:
+        chunked = b"%x\r\n%s\r\n0\r\nauthorization: Bearer free\r\n\r\n" % (len(BODY), BODY)
+        await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked)
+        assert (await client.answer())[0] == 401
+
+
+async def test_who_is_refused_by_the_server_is_not_answered_by_the_gateway_as_well(
+    broker: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stack(broker.url, keys=KEYS) as served, raw(served) as client:
+        await client.send(HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n")
+        assert (await client.answer())[0] == 400
+        assert await client.rest() == b""
+    assert not [line for line in caplog.messages if "ASGI" in line], "the key that is missing was told to nobody"
+
+
+async def test_what_is_no_http_behind_a_request_is_not_answered_in_its_reply(served: Stack) -> None:
+    async with raw(served) as client:
+        rubbish = HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"
+        await client.send(HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY) + rubbish)
+        assert await client.rest() == b""
+        job = await served.double.next_job()
+        assert await served.double.next_cancel() == job.id
+
+
+async def test_a_client_that_leaves_with_a_request_behind_the_one_that_is_answered_stops_its_work(
+    served: Stack,
+) -> None:
+    async with raw(served) as client:
+        body = msgspec.json.encode(HELLO | {"stream": True})
+        await client.send(HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body) + HEALTH)
+        job = await served.double.next_job()
+        await job.claim()
+        await job.say("Par")
+        await client.until(b"Par")
+        await client.leave()
+        with anyio.fail_after(5):
+            while len(served.gateway.replies):
+                await job.say("is.")  # what is pipelined is not read, so only what cannot be written tells
+                await anyio.sleep(0.02)
+        assert await served.double.next_cancel() == job.id
 
 
 async def test_a_head_that_does_not_come_is_a_408(served: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
