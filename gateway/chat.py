@@ -236,9 +236,9 @@ class Outgoing:
             await self._start(200, list(STREAM_HEADERS))
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
-    def write_now(self, body: bytes) -> bool:
-        """A part of a response that has begun, without waiting. False where that cannot be: then `write` it."""
-        return self.started and self._writer is not None and self._writer(body)
+    def write_now(self, part: Callable[[], bytes]) -> bool:
+        """A part of a response that has begun, without waiting. False, and it is not made, where that cannot be: `write` it."""
+        return self.started and self._writer is not None and self._writer(part)
 
     async def whole(self, status: int, headers: errors.Headers, body: bytes) -> None:
         """A response in one piece."""
@@ -265,7 +265,7 @@ async def stream(kind: type[Request], order: Order, reply: AnyReply, out: Outgoi
     chunks = _chunks(kind, order, reply, pieces)
     while reply.end is None and not reply.left:
         await out.write(chunks.pieces(pieces), more=True)
-        await reply.something(lambda piece: out.write_now(chunks.pieces((piece,))))
+        await reply.something(lambda piece: out.write_now(lambda: chunks.pieces((piece,))))
         pieces = reply.take()
     if reply.left:
         return

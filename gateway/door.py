@@ -26,8 +26,8 @@ LINGER_S: Final = 1.0
 WRITER: Final = "headrace.writer"
 """Where the scope of a request has its `Writer`."""
 
-Writer = Callable[[bytes], bool]
-"""Writes a part of a streamed body that has begun, at once. False, and nothing is written, while the client does not keep up."""
+Writer = Callable[[Callable[[], bytes]], bool]
+"""Writes a part of a streamed body that has begun, at once. False, and it is not even made, while the client does not keep up."""
 
 HEAD_TOO_LARGE: Final = HeadTooLarge(f"The headers are larger than {HEAD_BYTES_MAX} bytes.").body()
 HEAD_TOO_SLOW: Final = TooSlow(f"The headers have not come within {HEAD_TIMEOUT_S:g} s.").body()
@@ -123,10 +123,11 @@ class Door(HttpToolsProtocol):
             self._served.disconnected = True
             self._served.message_event.set()
 
-    def _write(self, cycle: RequestResponseCycle, body: bytes) -> bool:
+    def _write(self, cycle: RequestResponseCycle, part: Callable[[], bytes]) -> bool:
         """A `Writer`, for what has no time for the way through the server: one call instead of a task's turn."""
         if self.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
             return False
+        body = part()
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
 

@@ -124,8 +124,13 @@ class Reply:
 
     def add(self, piece: Piece) -> None:
         """News for the client."""
-        if self._sink is not None and not self._parts and self._sink(piece):
-            return
+        if self._sink is not None and not self._parts:
+            try:
+                if self._sink(piece):
+                    return
+            except Exception as error:
+                # It meets who takes the piece, in this reply's own task, and not the replies whose frames came with it.
+                log.warning("sink_failed", request=self.request, error=repr(error))
         self._parts.append(piece)
         self._wake.set()
 

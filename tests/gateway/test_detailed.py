@@ -1,14 +1,16 @@
 """Replies that say more than one text: several choices, logprobs, token ids, usage in every chunk, who speaks."""
 
 import json
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
+from pipeline.errors import EngineFailed
 from pipeline.protocol.messages import Done, Tokens, pack_ids
 from pipeline.protocol.reply import Outbox
-from tests.gateway.stack import Stack, events
+from tests.gateway.stack import HELLO, Stack, connection, events
 from tests.gateway.worker_double import Job, Script, saying
 
 pytestmark = pytest.mark.anyio
@@ -86,6 +88,19 @@ async def test_usage_counts_up_in_every_chunk_where_it_is_asked_for(served: Stac
     assert chunks[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert last["choices"] == []
     assert last["usage"]["headrace"]["decode"] == "decode-1"
+
+
+async def test_usage_counts_a_token_once_however_slowly_it_is_read(served: Stack) -> None:
+    piece = "0123456789abcdef" * 4096  # 100 of them are more than the kernel's largest buffers
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with connection(served, HELLO | {"stream": True, "stream_options": options}) as slow:
+        job = await served.double.next_job()
+        await job.claim()
+        for _ in range(10):
+            await job.say(*[piece] * 10)
+        await job.fail(EngineFailed("The engine failed.").body())
+        counts = re.findall(rb'"completion_tokens":(\d+)', await slow.rest())
+    assert int(counts[-1]) == 100
 
 
 async def test_usage_comes_at_the_end_of_detailed_replies_too(served: Stack) -> None:

@@ -137,6 +137,20 @@ async def test_the_last_text_waits_to_be_sent_with_the_end(replies: Replies) -> 
     assert [piece.text for piece in reply.take()] == ["b"]
 
 
+async def test_news_that_cannot_be_sent_at_once_waits_and_harms_no_other_reply(replies: Replies) -> None:
+    def fails(piece: Piece) -> bool:
+        raise ValueError(piece.text)
+
+    broken, other = replies.open("r", 0.0, 60.0), replies.open("other", 0.0, 60.0)
+    for request in ("r", "other"):
+        replies.on_claim(claim(request))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(broken.something, fails)
+        await anyio.wait_all_tasks_blocked()
+        replies.on_frames(message([tokens("r", 0, "Par"), tokens("other", 0, "x"), tokens("r", 1, "is.")]))
+    assert [piece.text for reply in (broken, other) for piece in reply.take()] == ["Paris.", "x"]
+
+
 async def test_after_a_reconnect_every_holder_is_asked_to_go_on(replies: Replies, bus: Posted) -> None:
     replies.open("r", 0.0, 60.0)
     replies.open("unclaimed", 0.0, 60.0)
