@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from gateway.routing import Routing
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
@@ -57,7 +59,7 @@ class Balancing:
         try:
             asked = encode(Order("turn", turn.role))
             standing = standing_decoder.decode(await self._bus.request(subjects.control(turn.worker), asked, ANSWER_S))
-        except BusError as error:
+        except (BusError, msgspec.MsgspecError) as error:  # the second: a worker of another version
             log.warning("turn_unanswered", worker=turn.worker, role=turn.role, error=str(error))
             return
         metrics.TURNS.labels(role=turn.role).inc()

@@ -227,9 +227,9 @@ class Routing:
                 answer = await self._bus.request(
                     subjects.prefill(worker), encode(WantPrefix(creator)), WARM_UP_TIMEOUT_S / 4
                 )
-            except BusError:
+                prefix = prefix_decoder.decode(answer)
+            except (BusError, msgspec.MsgspecError):  # the second: a worker of another version
                 continue
-            prefix = prefix_decoder.decode(answer)
             if prefix.ids:
                 return prefix
         return Prefix()
@@ -239,7 +239,7 @@ class Routing:
             answer = await self._bus.request(subjects.prefill(worker), encode(warm_up), WARM_UP_TIMEOUT_S)
             done = warmed_up_decoder.decode(answer)
             log.info("warmed_up", creator=warm_up.creator, worker=worker, state=done.state, cached=done.cached_tokens)
-        except BusError as error:
+        except (BusError, msgspec.MsgspecError) as error:
             log.warning("not_warmed_up", creator=warm_up.creator, worker=worker, error=str(error))
 
     # ---- who serves whom

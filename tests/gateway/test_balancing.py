@@ -87,8 +87,15 @@ async def test_the_gateway_that_leads_orders_who_is_to_turn_and_no_other_does(
         assert bool(heard) == bool(orders)
 
 
-async def test_a_worker_that_does_not_answer_is_left_alone(broker: NatsServer) -> None:
+@pytest.mark.parametrize("answer", [None, b"\xc1"])
+async def test_a_worker_that_does_not_answer_or_says_what_cannot_be_read_is_left_alone(
+    broker: NatsServer, answer: bytes | None
+) -> None:
     async with await Bus.connect(broker.url, "g1") as bus:
+        if answer is not None:
+            said = answer
+            await bus.subscribe(subjects.control("*"), lambda message: bus.post(message.reply, said))
+            await bus.barrier()
         presences = split()
         routing = Routing(bus, presences, Warm(bus, presences, time.monotonic), "g1", 16, time.monotonic)
         balancing = Balancing(bus, presences, routing, AT_ONCE, time.monotonic)

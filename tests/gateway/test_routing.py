@@ -174,6 +174,21 @@ async def test_a_route_does_not_wait_for_workers_that_do_not_answer(url: str) ->
         await eventually(lambda: one.routes == {"ada": HOT})
 
 
+@pytest.mark.parametrize("knows", [False, True])
+async def test_a_worker_whose_words_cannot_be_read_keeps_no_route_from_being_written(url: str, knows: bool) -> None:
+    wants = Wants()
+    async with await Bus.connect(url, "workers") as bus, routing(url, "g1", wants) as one:
+
+        def answered(message: Message) -> None:
+            asked = prefill_decoder.decode(message.data)
+            bus.post(message.reply, encode(PERSONA) if knows and isinstance(asked, WantPrefix) else b"\xc1")
+
+        await bus.subscribe(subjects.prefill("*"), answered)
+        await bus.barrier()
+        wants.changes = [Change("ada", HOT, ("p1", "p2"))]
+        await eventually(lambda: one.routes == {"ada": HOT})
+
+
 async def test_a_broker_without_the_bucket_leaves_all_to_the_hash(broker: NatsServer) -> None:
     async with routing(broker.url, "g1", Wants(Change("ada", HOT, ()))) as one:
         assert one.affinity("ada", "c") == "ada"
