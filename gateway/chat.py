@@ -187,7 +187,8 @@ class Endpoint:
         write = stream if order.stream else whole
         try:
             async with asyncio.timeout(order.timeout_s + STALLED_MAX_S):
-                await self._publish(order, parts, reply)
+                if reply.end is None:  # the gateway may be stopping
+                    await self._publish(order, parts, reply)
                 await write(self._kind, order, reply, out)
                 reply.delivered = not reply.left
         except TimeoutError:

@@ -180,6 +180,7 @@ class Replies:
         self._clock = clock
         self._open: dict[str, Reply] = {}
         self._whole: dict[str, None] = {}
+        self._stopping: ErrorBody | None = None
 
     def __len__(self) -> int:
         return len(self._open)
@@ -188,6 +189,8 @@ class Replies:
         """Expect a reply. Comes before the request is published, or its first claim would be answered `gone`."""
         reply = self._open[request] = Reply(request, asked_s, wake)
         reply.timer = asyncio.get_running_loop().call_later(timeout_s, self._expire, reply, timeout_s)
+        if self._stopping is not None:
+            reply.finish(self._stopping)
         return reply
 
     def close(self, reply: Reply) -> None:
@@ -215,7 +218,8 @@ class Replies:
                 reply.answer_by_s = now_s + ANSWER_WITHIN_S
 
     def fail_all(self, error: ErrorBody) -> None:
-        """End every reply that is not whole, as the gateway stops."""
+        """End every reply that is not whole, and whatever is asked for from now on, as the gateway stops."""
+        self._stopping = error
         for reply in self._open.values():
             reply.finish(error)
 

@@ -2,6 +2,7 @@
 
 import anyio
 import httpx
+import msgspec
 import pytest
 
 from gateway import chat
@@ -9,7 +10,7 @@ from gateway.app import STOPPING
 from pipeline.errors import DeadlineExceeded, EngineFailed, ErrorBody, PromptTooLong, ServiceError
 from pipeline.protocol.messages import Go, Gone, Whole
 from pipeline.telemetry.metrics import REGISTRY
-from tests.gateway.stack import CHAT, HELLO, Stack, config_for, connection, serving, stack, text_of
+from tests.gateway.stack import CHAT, HELLO, Connection, Stack, config_for, connection, serving, stack, text_of
 from tests.gateway.worker_double import PER_CREATOR_MAX, failing, saying
 from tests.nats_server import NatsServer
 
@@ -244,6 +245,27 @@ async def test_a_stream_that_outlives_the_drain_ends_with_a_retryable_error(brok
         assert STOPPING.message.encode() in await client.rest()
         assert await served.double.next_cancel() == job.id
         assert await job.done() == Gone()
+
+
+async def test_a_request_that_comes_whole_after_the_drain_gets_the_same_error_and_is_not_queued(
+    broker: NatsServer,
+) -> None:
+    payload = msgspec.json.encode(STREAMED)
+    async with stack(broker.url, drain_s=0.75) as served:
+        host, _, port = served.url.removeprefix("http://").partition(":")
+        async with await anyio.connect_tcp(host, int(port)) as stream:
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(payload)}\r\n\r\n"
+            await stream.send(head.encode() + payload[:5])
+            with anyio.fail_after(5):
+                while not served.gateway.guests.shares.bytes:
+                    await anyio.sleep(0.01)
+            served.server.should_exit = True
+            await anyio.sleep(0.75)
+            await stream.send(payload[5:])
+            answer = await Connection(stream).rest()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert STOPPING.message.encode() in answer
+        assert served.double.seen == 0
 
 
 async def until_refused(url: str) -> None:

@@ -93,15 +93,19 @@ async def test_errors_arrive_as_the_sdks_own_exceptions(served: Stack, sdk: open
 
 
 async def test_an_error_under_way_raises_in_the_middle_of_the_stream(served: Stack, sdk: openai.AsyncOpenAI) -> None:
+    begun = anyio.Event()
+
     async def script(job: Job) -> None:
         await job.claim()
         await job.say("Par")
+        await begun.wait()
+        await job.fail(EngineFailed("The engine failed.").body())
 
     served.double.script = script
     stream = await sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
     first = await anext(stream)
     assert first.choices[0].delta.content == "Par"
-    served.gateway.replies.fail_all(EngineFailed("The engine failed.").body())
+    begun.set()
     with pytest.raises(openai.APIError) as failed:
         await anext(stream)
     assert failed.value.code == "engine_failed"
