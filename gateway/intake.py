@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from pipeline.errors import BodyEncoded, BodyTooLarge, InvalidField
-from pipeline.limits import REQUEST_ID_BYTES_MAX
+from pipeline.limits import COMPLETION_BYTES_MAX, REQUEST_ID_BYTES_MAX
 from pipeline.protocol import by_reference, subjects, tracing
 from pipeline.protocol.by_reference import Reference
 from pipeline.protocol.chat import RESERVED, Chat, to_map, to_part
@@ -260,10 +260,17 @@ def _parts(request: str, timeout_s: float, terms: Terms, fields: dict[str, objec
     prompts = asked.prompts
     if len(prompts) > 1:
         fields.setdefault("request_id", request)  # by which all are found
-    parts = []
+    parts: list[Part] = []
+    size = 0
     for number, prompt in enumerate(prompts):
         name = f"{request}-{number}" if number else request
         parts.append(Part(name, _envelope(name, timeout_s, terms, fields | {"prompt": prompt})))
+        size += len(parts[-1].payload)
+        if number and size > COMPLETION_BYTES_MAX:
+            raise BodyTooLarge(
+                f"{len(prompts)} prompts, each with all else that the body says, are more than {COMPLETION_BYTES_MAX} bytes: "
+                "send them in several requests."
+            )
     return parts
 
 

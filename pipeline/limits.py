@@ -192,6 +192,9 @@ MESSAGE_BYTES_MAX: Final = 1_000_000
 COMPLETION_PROMPTS_MAX: Final = 16
 """Prompts of one HTTP request. Each is a request of the pipeline and in flight at once; a creator's queue takes 256."""
 
+COMPLETION_BYTES_MAX: Final = 2 * MESSAGE_BYTES_MAX
+"""Those requests together: twice what is counted of them, the body. All else that it says is in each, and held as often."""
+
 PROMPT_ENTRIES_MAX: Final = 8192
 """Logprobs of a prompt in one reply, at 70 bytes each: with the reply itself they must fit `MESSAGE_BYTES_MAX`."""
 

@@ -11,6 +11,7 @@ from pipeline.limits import COMPLETION_PROMPTS_MAX
 from pipeline.protocol.messages import Done, Gone, Tokens, pack_ids
 from pipeline.protocol.reply import Outbox
 from tests.gateway.stack import Stack, events, stack
+from tests.gateway.test_bad_input import refused
 from tests.gateway.test_documents import HTTP, fits
 from tests.gateway.worker_double import Job, Script, failing, saying
 from tests.nats_server import NatsServer
@@ -154,6 +155,16 @@ async def test_what_cannot_be_completed_is_refused_by_its_field(
     response = await served.client.post(PATH, json=fields)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+async def test_what_every_prompt_repeats_is_bounded_together(served: Stack) -> None:
+    served.double.script = saying("x")
+    large = {"metadata": {"note": "x" * 300_000}}
+    assert (await complete(served, ["a", "b"], **large)).status_code == 200
+    seen = served.double.seen
+    response = await complete(served, ["a"] * COMPLETION_PROMPTS_MAX, **large)
+    assert refused(response, 413, "request_too_large", None)
+    assert (served.double.seen, served.gateway.guests.shares.bytes) == (seen, 0)
 
 
 async def test_each_prompt_needs_a_place(broker: NatsServer) -> None:
