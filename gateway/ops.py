@@ -16,7 +16,7 @@ from gateway.openai import model_card
 from gateway.playground import playground
 from gateway.routing import Routing
 from pipeline import asyncapi, openapi, outside
-from pipeline.errors import KeyUnknown, ModelNotFound
+from pipeline.errors import InvalidField, KeyUnknown, ModelNotFound
 from pipeline.protocol.keys import Key
 from pipeline.protocol.openai import ModelList, Readiness
 from pipeline.protocol.presence import Presences
@@ -140,8 +140,11 @@ class Ops:
 
     async def route(self, request: Request) -> Response:
         """Where a creator's requests go, and why."""
-        creator = request.path_params["creator"]
-        return _json_response(explain(creator, self._routing, self._presences, outside.monotonic_s))
+        try:
+            told = explain(request.path_params["creator"], self._routing, self._presences, outside.monotonic_s)
+        except InvalidField as error:  # no name at all
+            return refusal(error.body())
+        return _json_response(told)
 
 
 def _json_response(body: msgspec.Struct, status: int = 200) -> Response:

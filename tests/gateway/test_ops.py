@@ -9,6 +9,7 @@ from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.openai import Readiness
 from pipeline.telemetry import metrics
 from tests.gateway.stack import CHAT, Stack, config_for, serving, stack
+from tests.gateway.test_bad_input import refused
 from tests.gateway.worker_double import MAX_MODEL_LEN, MODEL, saying
 from tests.nats_server import NatsServer
 
@@ -142,3 +143,7 @@ async def test_head_and_options_are_answered(served: Stack) -> None:
     assert (await served.client.head("/nothing")).content == b""
     options = await served.client.options(CHAT)
     assert (options.status_code, options.headers["allow"], options.content) == (204, "POST", b"")
+
+
+async def test_the_route_of_nobody_is_a_400(served: Stack) -> None:
+    refused(await served.client.get("/v1/routes/"), 400, "invalid_value", None)
