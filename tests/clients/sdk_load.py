@@ -15,6 +15,7 @@ import msgspec
 import openai
 import typer
 
+from tests.clients.compare import Said
 from tests.words import WORDS
 
 
@@ -25,16 +26,6 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: float
     prompt_tokens: int
     output_tokens: int
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All of them. Times are means, in milliseconds."""
-
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-    ttft_ms: float
-    e2e_ms: float
 
 
 async def ask(sdk: openai.AsyncOpenAI, model: str, prompt: str, reply_tokens: int) -> Ended:
@@ -88,7 +79,7 @@ def main(
     chance = random.Random("sdk load")
     prompts = (" ".join(chance.choices(WORDS, k=prompt_tokens)) for _ in range(requests))
     ended = asyncio.run(load(url.rstrip("/"), model, prompts, concurrency, reply_tokens))
-    said = Report(
+    said = Said(
         requests=len(ended),
         prompt_tokens=sum(one.prompt_tokens for one in ended),
         output_tokens=sum(one.output_tokens for one in ended),
