@@ -4,12 +4,13 @@ import hashlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import venv
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -122,17 +123,22 @@ class Client(ABC):
 
 
 def run(command: Sequence[str], log: Path, environment: Mapping[str, str], within_s: float) -> None:
-    """Run a program to its end, its output in `log`. Raises `ClientFailed` with the last of it where it does not end well."""
+    """Run a program to its end, its output in `log`. Raises `ClientFailed` with the last of it where it does not end well.
+
+    What it has started itself (benchmarks have workers) ends with it.
+    """
     with log.open("ab") as out:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
-        )
+            command, cwd=ROOT, env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             status: int | str = process.wait(within_s)
         except subprocess.TimeoutExpired:
             status = f"still running after {within_s:g} s"
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if status:
         last = log.read_text("utf-8", "replace").splitlines()[-TOLD_LINES:]

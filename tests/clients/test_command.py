@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,14 @@ def test_a_program_that_fails_tells_the_last_of_what_it_said(tmp_path: Path) -> 
         run(("/bin/sh", "-c", "echo no tokenizer; exit 3"), tmp_path / "output.txt", {}, 10.0)
     with pytest.raises(ClientFailed, match=r"still running after 0\.1 s"):
         run(("/bin/sleep", "30"), tmp_path / "output.txt", {}, 0.1)
+
+
+def test_what_a_program_has_started_ends_with_it(tmp_path: Path) -> None:
+    os.mkfifo(held := tmp_path / "held")
+    with open(os.open(held, os.O_RDONLY | os.O_NONBLOCK), "rb") as end:
+        with pytest.raises(ClientFailed, match="still running"):
+            run(("/bin/sh", "-c", f"sleep 60 > {held} & wait"), tmp_path / "output.txt", {}, 0.5)
+        assert select.select([end], [], [], 5.0)[0], "whoever had it open is gone"
 
 
 def test_a_report_that_is_not_there_is_a_client_that_failed(tmp_path: Path) -> None:
