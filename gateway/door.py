@@ -1,8 +1,8 @@
 """uvicorn's HTTP protocol, with bounds on what it leaves open: how long a head may take, and how long it may be.
 
-uvicorn waits for ever for a request's first head and for the end of a body that is not wanted any more, takes headers of any
-size, takes what follows a chunked body (trailers) for headers, and says what is no HTTP in plain text. Where requests are
-pipelined, it tells only the last of them that its client has left. A connection costs little, but not nothing, and who opens a
+uvicorn waits for ever for a first head, for the end of a body that is not wanted any more, and for a response to be read; it
+takes headers of any size, and what follows a chunked body (trailers) for headers; of pipelined requests it tells only the last
+that the client has left; and it says in plain text what is no HTTP. A connection costs little, but not nothing, and who opens a
 thousand of them and says nothing should not have them.
 """
 
@@ -23,6 +23,9 @@ KEEP_ALIVE_S: Final = 65.0
 LINGER_S: Final = 1.0
 """A refused connection is kept so long for the client to read why."""
 
+UNREAD_MAX_S: Final = 60.0
+"""A client that takes nothing for so long, with megabytes in the kernel and more here waiting for it, is taken for gone."""
+
 WRITER: Final = "headrace.writer"
 """Where the scope of a request has its `Writer`."""
 
@@ -40,6 +43,7 @@ class Door(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
         self._served: RequestResponseCycle | None = None
         """Whose turn it is to be answered. `cycle` is what is being read, which may have to wait for it."""
         self._head_bytes = 0
@@ -57,8 +61,19 @@ class Door(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the loop."""
         self._at_ease()
+        self._is_read()
         self._forsake()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Called by the transport, when the client does not keep up."""
+        super().pause_writing()
+        self._see_it_read(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Called by the transport, when it does again."""
+        super().resume_writing()
+        self._is_read()
 
     def data_received(self, data: bytes) -> None:
         """Called by the loop."""
@@ -116,6 +131,23 @@ class Door(HttpToolsProtocol):
         """Called by the server, for each request when those before it have been answered."""
         self._served = cycle
         super()._start_asgi_task(cycle, app)
+
+    def _see_it_read(self, waiting: int) -> None:
+        """Give a connection up on which nothing of so many bytes is taken: to close it would wait for them to be."""
+
+        def look() -> None:
+            left = self.transport.get_write_buffer_size()
+            if left < waiting:
+                self._see_it_read(left)
+            else:
+                self.transport.abort()
+
+        self._unread = self.loop.call_later(UNREAD_MAX_S, look)
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _forsake(self) -> None:
         """Nothing more reaches the client: who still writes its response should know."""

@@ -10,7 +10,7 @@ import pytest
 
 from gateway import door
 from pipeline.limits import HEAD_BYTES_MAX
-from tests.gateway.stack import CHAT, HELLO, Connection, Stack, stack
+from tests.gateway.stack import CHAT, HELLO, Connection, Stack, connection, stack
 from tests.gateway.test_bad_input import refused
 from tests.gateway.test_identity import KEYS
 from tests.gateway.worker_double import saying
@@ -260,6 +260,28 @@ async def test_half_a_head_behind_a_request_does_not_cut_its_reply_off(
         await job.done()
         assert (await client.answer())[0] == 200
         assert (await client.answer())[0] == 408
+
+
+@pytest.mark.parametrize("asked", ["a reply", "pages"])
+async def test_a_client_that_reads_nothing_is_given_up(
+    served: Stack, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    monkeypatch.setattr(door, "UNREAD_MAX_S", 0.2)
+    before = len(open_ := served.server.server_state.connections)
+    async with connection(served, HELLO | {"stream": True}) if asked == "a reply" else raw(served) as client:
+        if isinstance(client, Raw):
+            await client.send(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 400)
+            await client.until(b"200 OK")
+        else:
+            job = await served.double.next_job()
+            await job.claim()
+            for _ in range(10):
+                await job.say(*["0123456789abcdef" * 4096] * 10)
+            await served.double.next_cancel()
+        with anyio.fail_after(10):
+            while len(open_) > before:
+                await anyio.sleep(0.02)
+    assert not len(served.gateway.replies)
 
 
 async def test_a_refused_body_that_drips_on_is_not_read_for_ever(
