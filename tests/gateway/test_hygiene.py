@@ -26,20 +26,29 @@ HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 class Raw(Connection):
     """A connection that says what it wants."""
 
+    _next = b""
+    """What has come of the response after the last one."""
+
     async def send(self, data: bytes) -> None:
         """These bytes."""
         await self._stream.send(data)
 
     async def answer(self) -> tuple[int, bytes, bytes]:
         """Status, head and body of one response, which has a length."""
-        read = await self.until(b"\r\n\r\n")
+        read, self._next = self._next, b""
+        if b"\r\n\r\n" not in read:
+            read += await self.until(b"\r\n\r\n")
         head, _, body = read.partition(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-        missing = int(lengths[0].partition(b":")[2]) - len(body) if lengths else 0
-        while missing > 0:
-            more = await self._stream.receive()
-            body, missing = body + more, missing - len(more)
+        length = int(lengths[0].partition(b":")[2]) if lengths else 0
+        while len(body) < length:
+            body += await self._stream.receive()
+        body, self._next = body[:length], body[length:]
         return int(head.split(b" ", 2)[1]), head.lower(), body
+
+    async def rest(self) -> bytes:
+        """Everything until the server closes."""
+        return self._next + await super().rest()
 
 
 @asynccontextmanager
