@@ -161,14 +161,24 @@ class Reply:
             await self._pause()
         self._sink = None
 
+    def drop_news(self) -> None:
+        """Nobody takes it: the end says all of it once more."""
+        self._parts.clear()
+        self._sink = _dropped
+
     async def everything(self) -> None:
         """Wait for the end."""
+        self.drop_news()
         while not (self.end or self.left):
             await self._pause()
 
     async def _pause(self) -> None:
         self._wake.clear()
         await self._wake.wait()
+
+
+def _dropped(_: Piece) -> bool:
+    return True
 
 
 class Replies:

@@ -68,6 +68,8 @@ class Together:
 
     async def everything(self) -> None:
         """Wait for the end."""
+        for reply in self._replies:
+            reply.drop_news()
         while not (self.end or self.left):
             await self._pause()
 

@@ -1,5 +1,6 @@
 """The replies under way, without a broker: what is said to workers, and what is remembered."""
 
+import asyncio
 from typing import Any, cast
 
 import anyio
@@ -7,6 +8,7 @@ import pytest
 
 from gateway import replies as module
 from gateway.replies import Replies
+from gateway.together import Together
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import Disconnected
 from pipeline.errors import EngineFailed
@@ -50,6 +52,16 @@ class Posted:
     def take(self) -> list[tuple[str, bytes]]:
         said, self.said = self.said, []
         return said
+
+
+class Wakes(asyncio.Event):
+    """Counts how often a task was woken."""
+
+    count = 0
+
+    def set(self) -> None:
+        self.count += 1
+        super().set()
 
 
 @pytest.fixture
@@ -135,6 +147,21 @@ async def test_the_last_text_waits_to_be_sent_with_the_end(replies: Replies) -> 
         replies.on_frames(message([Done(1, "r", "c1", 2, pack_ids([7, 7]), "ab", "stop", usage)], "asker"))
     assert sent == ["a"]
     assert [piece.text for piece in reply.take()] == ["b"]
+
+
+async def test_who_waits_for_the_whole_is_not_woken_for_news_and_keeps_none(replies: Replies) -> None:
+    wakes = Wakes()
+    parts = [replies.open("r", 0.0, 60.0, wakes), replies.open("other", 0.0, 60.0, wakes)]
+    for request in ("r", "other"):
+        replies.on_claim(claim(request))
+    for waiting in (parts[0], Together(parts, 1, wakes)):
+        index, before = len(parts[0].receiver.ids), wakes.count
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(waiting.everything)
+            await anyio.wait_all_tasks_blocked()
+            replies.on_frames(message([tokens("r", index, "a"), tokens("r", index + 1, "b")]))
+            assert (parts[0].news, wakes.count) == (False, before)
+            tasks.cancel_scope.cancel()
 
 
 async def test_news_that_cannot_be_sent_at_once_waits_and_harms_no_other_reply(replies: Replies) -> None:
