@@ -39,10 +39,12 @@ def body_of(words: str, **fields: Any) -> dict[str, Any]:
 
 
 async def ask(gateway: client.Gateway, headers: Mapping[str, str]) -> Template:
-    """Send two prompts, and compare. Raises `OperatorError` where the gateway does not answer them."""
+    """Send two prompts, and compare. Raises `OperatorError` where no gateway answers them."""
     long = await _probe(gateway, headers, WORDS)
     short = await _probe(gateway, headers, WORDS[:_HALF][::-1])
     per_word = (long.usage.prompt_tokens - short.usage.prompt_tokens) / _HALF
+    if per_word <= 0:
+        raise _no_gateway(gateway, "it counts no more tokens in a longer prompt")
     around = round(long.usage.prompt_tokens - per_word * len(WORDS))
     head = _common(long.prompt_token_ids or [], short.prompt_token_ids or []) or around
     return Template(min(head, around), max(0, around - head), per_word)
@@ -63,7 +65,14 @@ async def _probe(at: client.Gateway, headers: Mapping[str, str], words: tuple[st
         raise OperatorError(f"No gateway answers at {at.url}: {error}.", "Start one, or correct --url.") from None
     if status != 200:
         raise OperatorError(f"The gateway refuses a first prompt: {client.refusal(status, said)}", "Mend that first.")
-    return msgspec.json.decode(said, type=_Completion)
+    try:
+        return msgspec.json.decode(said, type=_Completion)
+    except msgspec.DecodeError as error:
+        raise _no_gateway(at, str(error)) from None
+
+
+def _no_gateway(at: client.Gateway, why: str) -> OperatorError:
+    return OperatorError(f"What answers at {at.url} is no gateway: {why}.", "Correct --url.")
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -164,6 +164,19 @@ def test_a_gateway_that_refuses_is_an_operators_error() -> None:
         asked('{"error":{"message":"No key."}}', "401 Unauthorized")
 
 
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("<html>}|", "no gateway: JSON is malformed"),
+        ('{"id":"chat"}|', "no gateway: Object missing required field `usage`"),
+        ('{"usage":{}}|{"usage":{}}', "no more tokens in a longer prompt"),
+    ],
+)
+def test_what_is_no_gateway_is_an_operators_error(answer: str, words: str) -> None:
+    with pytest.raises(OperatorError, match=words):
+        asked(answer)
+
+
 def test_no_gateway_is_an_operators_error() -> None:
     with pytest.raises(OperatorError, match="No gateway answers"):
         asyncio.run(template.ask(Gateway("http://127.0.0.1:1"), {}))
