@@ -300,11 +300,13 @@ def _entries(section: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, o
 
 def with_live(config: Config, live: Mapping[str, Number]) -> Config:
     """`config` under live settings, which are entries of its tables by name."""
+    tables: dict[str, dict[str, Number]] = {}
     for key, value in live.items():
         table, _, entry = key.partition(".")
-        section = msgspec.structs.replace(getattr(config, table), **{entry: value})
-        config = msgspec.structs.replace(config, **{table: section})
-    return config
+        tables.setdefault(table, {})[entry] = value
+    # Each table at once: what must agree in it does so only when all of it is there.
+    changed = {table: msgspec.structs.replace(getattr(config, table), **entries) for table, entries in tables.items()}
+    return msgspec.structs.replace(config, **changed)
 
 
 def sources(path: Path | None, environ: Mapping[str, str] | None = None) -> dict[str, Source]:

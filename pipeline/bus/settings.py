@@ -72,8 +72,8 @@ class Settings:
             self._say("settings_unread", str(error))
             return
         found, wrong = settings.readable((key, entry.value) for key, entry in entries.items())
-        self._say("settings_not_understood", "; ".join(wrong))
-        live = settings.started_at_most(flat(self._started), {key: entry.value for key, entry in found.items()})
+        live, contradicting = settings.usable(flat(self._started), found)
+        self._say("settings_not_understood", "; ".join([*wrong, *contradicting]))
         self._take(with_live(self._started, live), live)
         self.version = version
 

@@ -116,14 +116,15 @@ def rows(
     config: Config, from_where: Mapping[str, settings.Source], live: Mapping[str, Live], *, everything: bool
 ) -> list[dict[str, Any]]:
     """Each setting: its value now, its source, its live bounds, and who has set it when."""
-    values = flat(with_live(config, {key: entry.value for key, entry in live.items()}))
+    used, _ = settings.usable(flat(config), live)
+    values = flat(with_live(config, used))
     return [
         {
             "setting": key,
             "value": _shown(key, value),
-            "source": "live" if key in live else from_where.get(key, "default"),
+            "source": "live" if key in used else from_where.get(key, "default"),
             "bounds": _bounds(key, config),
-            "set": _set(live[key]) if key in live else "",
+            "set": _set(live[key]) if key in used else "",
         }
         for key, value in values.items()
         if everything or key in SETTINGS
@@ -152,7 +153,7 @@ def _set(entry: Live) -> str:
 
 def _checked(key: str, value: str, config: Config, live: Mapping[str, Live]) -> settings.Number:
     started = flat(config)
-    effective = flat(with_live(config, {name: entry.value for name, entry in live.items()}))
+    effective = flat(with_live(config, settings.usable(started, live)[0]))
     try:
         return settings.parse(key, value, started, effective)
     except InvalidField as error:

@@ -118,12 +118,23 @@ def _setting(key: str, effective: Mapping[str, object]) -> Setting:
     raise InvalidField(f"There is no setting {key!r}. These can be changed: {', '.join(SETTINGS)}.")
 
 
-def started_at_most(started: Mapping[str, object], live: Mapping[str, Number]) -> dict[str, Number]:
-    """`live` as a process may use it that has `started` with these values: no more than it was built for."""
-    return {
-        key: min(value, _number(started[key])) if SETTINGS[key].started_at_most else value
-        for key, value in live.items()
+def usable(started: Mapping[str, object], live: Mapping[str, Live]) -> tuple[dict[str, Number], list[str]]:
+    """`live` as a process may use it that has `started` with these values, and what is wrong with the rest of it.
+
+    It uses no more than it was built for. Two that contradict each other are both left as they were started, also where only one
+    of them is set: the other may have been unset since, or be otherwise in the file of whoever has set it.
+    """
+    chosen = {
+        key: min(entry.value, _number(started[key])) if SETTINGS[key].started_at_most else entry.value
+        for key, entry in live.items()
     }
+    wrong = []
+    for less, more in ORDERED:
+        low, high = (chosen.get(name, _number(started[name])) for name in (less, more))
+        if not low < high:
+            wrong.append(f"{less} ({low}) is not less than {more} ({high})")
+            chosen = {key: value for key, value in chosen.items() if key not in (less, more)}
+    return chosen, wrong
 
 
 def readable(entries: Iterable[tuple[str, bytes]]) -> tuple[dict[str, Live], list[str]]:
@@ -142,11 +153,8 @@ def readable(entries: Iterable[tuple[str, bytes]]) -> tuple[dict[str, Live], lis
         except (msgspec.MsgspecError, InvalidField) as error:
             wrong.append(f"{key}: {error}")
             continue
-        found[key] = entry
-    for less, more in ORDERED:
-        if less in found and more in found and not found[less].value < found[more].value:
-            wrong.append(f"{less}: it is not less than {more}")
-            del found[less], found[more]
+        # Who writes past the command may say 8.0, and slots are counted.
+        found[key] = msgspec.structs.replace(entry, value=int(entry.value)) if SETTINGS[key].whole else entry
     return found, wrong
 
 

@@ -65,6 +65,25 @@ async def test_what_makes_no_sense_here_changes_nothing_and_hinders_nothing(buck
     assert followed.now.prefill.slots == 2
 
 
+@pytest.mark.parametrize(("back", "spill"), [(0.3, 0.5), (0.9, 0.95)])
+async def test_two_that_only_agree_with_each_other_come_together(
+    bucket: Bucket, followed: Settings, back: float, spill: float
+) -> None:
+    """In whichever order they lie in the bucket; and when one of them is unset, the other goes as well."""
+    await bucket.write("placement.spill_load", value(spill))
+    revision = await bucket.write("placement.spill_back_load", value(back))
+    await eventually(lambda: followed.version >= revision)
+    assert followed.now.placement == Placement(spill_load=spill, spill_back_load=back)
+    await bucket.delete("placement.spill_load" if back == 0.9 else "placement.spill_back_load", await at(bucket, back))
+    await eventually(lambda: followed.now.placement == STARTED.placement)
+
+
+async def at(bucket: Bucket, back: float) -> int:
+    entry = await bucket.read("placement.spill_load" if back == 0.9 else "placement.spill_back_load")
+    assert entry is not None
+    return entry.revision
+
+
 async def test_without_a_bucket_all_is_as_it_was_started(queue: Bus, other: Bus) -> None:
     await api(queue, "STREAM.DELETE.KV_settings")
     settings = Settings(other, STARTED)

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from pipeline.config import Config, flat
+from pipeline.config import Config, flat, with_live
 from pipeline.errors import InvalidField
 from pipeline.protocol import settings
-from pipeline.protocol.settings import BUILT_IN, SETTINGS, Live, parse, readable, started_at_most
+from pipeline.protocol.settings import BUILT_IN, SETTINGS, Live, parse, readable, usable
 
 STARTED = flat(Config())
 
@@ -70,18 +70,31 @@ def test_of_a_bucket_only_what_makes_sense_is_followed() -> None:
     assert len(wrong) == 4
 
 
-@pytest.mark.parametrize(("back", "spill", "kept"), [(0.5, 0.6, 2), (0.6, 0.5, 0), (0.5, None, 1), (None, 0.6, 1)])
+def live(**values: float) -> dict[str, Live]:
+    """Of entries by name, with `_` for the dot."""
+    return {key.replace("_", ".", 1): Live(value=value) for key, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("back", "spill", "kept"),
+    [(0.5, 0.6, 2), (0.6, 0.5, 0), (0.5, None, 1), (None, 0.6, 0), (None, 0.9, 1), (0.9, None, 0), (0.9, 0.95, 2)],
+)
 def test_two_that_contradict_each_other_are_both_left_as_they_were(
     back: float | None, spill: float | None, kept: int
 ) -> None:
-    pairs = [("placement.spill_back_load", back), ("placement.spill_load", spill)]
-    found, wrong = readable([(key, entry(value)) for key, value in pairs if value is not None])
+    """Also where the other one is not set live, but 0.75 and 0.85 as by default."""
+    pairs = {"placement_spill_back_load": back, "placement_spill_load": spill}
+    found, wrong = usable(STARTED, live(**{key: value for key, value in pairs.items() if value is not None}))
     assert len(found) == kept
     assert bool(wrong) == (kept == 0)
+    with_live(Config(), found)
+
+
+def test_a_whole_number_stays_whole_however_it_is_written() -> None:
+    found, _ = readable([("prefill.slots", b'{"value": 8.0}')])
+    assert isinstance(found["prefill.slots"].value, int)
 
 
 def test_an_engine_is_not_given_more_sequences_than_it_was_built_for() -> None:
-    assert started_at_most(STARTED, {"decode.slots": 64, "prefill.slots": 64}) == {
-        "decode.slots": 16,
-        "prefill.slots": 64,
-    }
+    found, _ = usable(STARTED, live(decode_slots=64, prefill_slots=64))
+    assert found == {"decode.slots": 16, "prefill.slots": 64}
