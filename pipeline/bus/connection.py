@@ -181,8 +181,11 @@ class Bus:
     def post(self, subject: str, data: bytes, reply: str = "") -> None:
         """Publish a small message from within a handler, which cannot wait. `subject` is our own, and not checked.
 
-        Raises `Disconnected`, also where too much waits for the socket.
+        Raises `Disconnected`, also where too much waits for the socket, and `BadSubject` for the answer to who has asked for none:
+        the server would end the connection.
         """
+        if not subject:
+            raise BadSubject("Not sent: nobody has asked for an answer.")
         if not self.connected or not self.client.post(subject, data, reply):
             raise Disconnected(f"Not sent to {subject}: NATS does not take it.")
 

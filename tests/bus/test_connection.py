@@ -161,6 +161,15 @@ async def test_a_subject_that_nats_cannot_carry_is_refused(bus: Bus) -> None:
         await bus.publish("fine", b"", headers={"not a name": "x"})
 
 
+async def test_an_answer_that_nobody_has_asked_for_does_not_end_the_connection(bus: Bus) -> None:
+    lost: list[bool] = []
+    bus.on_disconnect(lambda: lost.append(True))
+    with pytest.raises(BadSubject):
+        bus.post("", b"an answer")
+    await bus.barrier()
+    assert not lost
+
+
 async def test_a_drained_subscription_hands_over_what_was_in_flight(bus: Bus, other: Bus) -> None:
     heard = Heard()
     subscription = await bus.subscribe("flow", heard)
