@@ -41,6 +41,8 @@ class Presences:
         """A process has said that it lives. Epochs order as text: they begin with their start time."""
         key = (presence.role, presence.id)
         known = self._seen.get(key)
+        if known is None:
+            self.forget_silent(now_s)  # or a worker would remember every name that its fleet has ever had
         if known is None or presence.epoch >= known[0].epoch:
             self._seen[key] = (presence, now_s)
 

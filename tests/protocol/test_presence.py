@@ -52,6 +52,14 @@ def test_the_long_silent_are_forgotten() -> None:
     assert len(seen._seen) == 1
 
 
+def test_names_that_come_and_go_are_not_all_remembered() -> None:
+    """As in a cluster that gives each new process a new name, and to who never looks for the silent."""
+    seen = Presences()
+    for number in range(1000):
+        seen.heard(word(f"p{number}"), float(number))
+    assert len(seen._seen) < 100
+
+
 def gateway(epoch: str) -> Presence:
     return Presence(role="gateway", id="g", epoch=epoch, ready=True)
 
