@@ -2,6 +2,7 @@
 
 import base64
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import anyio
@@ -10,9 +11,11 @@ import pytest
 
 from pipeline.bus.connection import Bus, Message
 from pipeline.config import Engine, Requests
-from pipeline.protocol import subjects
+from pipeline.limits import PRESENCE_PERIOD_S
+from pipeline.protocol import placement, subjects
 from pipeline.protocol.credits import GrantState
 from pipeline.protocol.messages import Audit, Done, Failed, account_decoder, encode
+from pipeline.protocol.subjects import Shard
 from tests.nats_server import NatsServer
 from tests.workers.fleet import PROMPT, Caller, Fleet, backlog, config_for, fleet, unpack_ids, until
 from workers.engines.simulated import SimulatedEngine
@@ -74,6 +77,27 @@ async def test_many_requests_of_many_creators_all_end_whole_and_leave_nothing(br
                 tasks.start_soon(one, number)
         assert all(isinstance(reply.end, Done) and len(reply.ids) == 8 for reply in replies)
         await at_rest(made)
+
+
+async def test_ranks_are_found_anew_only_when_somebody_comes_or_goes(
+    broker: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a large fleet that is tens of milliseconds, in which the loop stands still."""
+    found: list[str] = []
+    ranks = placement.ranks
+
+    def counted(me: str, shards: Iterable[Shard], workers: Mapping[str, float]) -> dict[Shard, int]:
+        found.append(me)
+        return ranks(me, shards, workers)
+
+    monkeypatch.setattr(placement, "ranks", counted)
+    async with fleet(config_for(broker.url)) as made:
+        await until(lambda: len(made.prefill()._ranks) == 32)
+        await anyio.sleep(4 * PRESENCE_PERIOD_S)
+        assert found == ["prefill-1"]
+        await made.add("prefill", "prefill-2")
+        await until(lambda: 0 < sum(rank == 0 for rank in made.prefill()._ranks.values()) < 32)
+        assert found.count("prefill-1") == 2
 
 
 async def test_without_max_tokens_the_default_applies(broker: NatsServer) -> None:
