@@ -45,9 +45,9 @@ class Control:
         """How the worker stands."""
         if self._leaving():
             return "draining"
-        if self._loops.turning:
-            return "turning"
-        return "paused" if self._loops.paused else "serving"
+        if self._loops.paused:
+            return "paused"  # also while it follows a changed setting: else `resume` would find it at work already
+        return "turning" if self._loops.turning else "serving"
 
     async def run(self) -> None:
         """Listen and obey, until cancelled."""

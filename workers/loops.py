@@ -57,6 +57,7 @@ class Loops:
         """
         self.built_for, self.role = built_for, role or built_for
         self.turning = False
+        self._leaves = False
         self.settings_version: Callable[[], int] = lambda: 0
         self._bus, self._engine, self._config = bus, engine, config
         self._sizes = sizes_of(config, engine)
@@ -124,6 +125,7 @@ class Loops:
 
     async def drain(self) -> None:
         """Take nothing new, and let what runs finish. The caller sets the bound."""
+        self._leaves = True
         async with anyio.create_task_group() as tasks:
             for loop in self._loops:
                 tasks.start_soon(loop.drain)
@@ -163,9 +165,12 @@ class Loops:
         self._tasks.start_soon(self._turn)
 
     async def _turn(self) -> None:
-        """Make the moves until the last. What has not ended by then, in the loop that ends, is given back."""
+        """Make the moves until the last. What has not ended by then, in the loop that ends, is given back.
+
+        Who is told to leave meanwhile opens nothing more.
+        """
         began_s, let_go = time.monotonic(), False
-        while not await self._move():
+        while not self._leaves and not await self._move():
             if not let_go and time.monotonic() - began_s > DRAIN_S:
                 let_go = True
                 for loop in self._loops:
@@ -173,6 +178,8 @@ class Loops:
                         loop.let_go()
             await anyio.sleep(TURN_PERIOD_S)
         self.turning = False
+        if self._leaves:
+            return
         took_s = time.monotonic() - began_s
         metrics.ROLE_CHANGE_SECONDS.observe(took_s)
         log.info("turned", role=self.role, seconds=round(took_s, 3))
@@ -208,8 +215,9 @@ class Loops:
     async def _open(self, loop: Loop) -> None:
         while not loop.ready:  # its first run has just begun
             await anyio.sleep(TURN_PERIOD_S / 4)
-        await loop.resume()
-        await self._announce(loop)
+        if not self._leaves:
+            await loop.resume()
+            await self._announce(loop)
 
     # ---- presence
 

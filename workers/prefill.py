@@ -142,6 +142,8 @@ class PrefillWorker:
     async def resume(self) -> None:
         """Take requests again."""
         self.paused = False
+        # Closed it may not have said that it lives, so that nothing came back: no standstill, and no old message can come now.
+        self._heard_s, self._stale_until_s = self.clock(), float("-inf")
         self.slots.reopen()
         await self._puller.start()
         self._offer()
