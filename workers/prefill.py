@@ -210,7 +210,8 @@ class PrefillWorker:
         )
 
     def _has_time(self) -> bool:
-        return self.slots.load < self.config.placement.spill_load
+        """While it is closed, its engine's blocks may all be promised to replies."""
+        return self.slots.open and self.slots.load < self.config.placement.spill_load
 
     def _account(self) -> ShardsServed:
         return ShardsServed(worker=self.me.id, warm_creators=len(self.warmth.teller), shards=self.served.rows())

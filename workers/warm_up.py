@@ -6,8 +6,10 @@ them: one worker that has served the creator says which tokens its prompts share
 
 import contextlib
 from collections.abc import Callable
+from typing import Final
 
 import anyio
+import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline import outside
@@ -22,6 +24,8 @@ from pipeline.protocol.served import ShardsServed
 from pipeline.protocol.warm_messages import WantPrefix, WarmedUp, WarmUp, prefill_decoder
 from pipeline.telemetry import metrics
 from workers.engines.port import Engine
+
+log: Final = structlog.get_logger("warm_up")
 
 _Asked = tuple[WarmUp, str]
 
@@ -78,6 +82,9 @@ class WarmUps:
         try:
             done = await self._engine.prefill(f"warm-{outside.token(8)}", unpack_ids(prefix.ids), prefix.salt)
         except ReplyError:
+            return WarmedUp("failed")
+        except Exception:  # what somebody else takes for a prefix must not end the worker
+            log.exception("prefix not warmed up", creator=warm_up.creator)
             return WarmedUp("failed")
         metrics.WARM_UPS.inc()
         self.prefixes.seen(warm_up.creator, prefix.salt, prefix.ids)

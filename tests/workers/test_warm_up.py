@@ -67,6 +67,20 @@ async def test_what_cannot_be_computed_is_said_so(broker: NatsServer) -> None:
         assert await warm_up(made, "prefill-1", Prefix("ab", b"\1\0\0\0")) == WarmedUp("failed")
 
 
+async def test_what_is_no_prefix_does_not_end_the_worker(broker: NatsServer) -> None:
+    async with fleet(config_for(broker.url)) as made:
+        assert await warm_up(made, "prefill-1", Prefix("ab", b"half")) == WarmedUp("warm")
+        assert await warm_up(made, "prefill-1", Prefix("ab", b"odd")) == WarmedUp("failed")
+        await ask(made, "Why is the sea salt?")
+
+
+async def test_a_prefill_loop_that_is_closed_warms_nothing_up(broker: NatsServer) -> None:
+    """The engine may be another loop's now."""
+    async with fleet(config_for(broker.url)) as made:
+        await made.prefill().pause()
+        assert await warm_up(made, "prefill-1", Prefix("ab", b"\1\0\0\0")) == WarmedUp("busy")
+
+
 async def test_what_a_worker_has_served_is_told_by_shard(broker: NatsServer) -> None:
     async with fleet(config_for(broker.url)) as made:
         end = await ask(made, "Why is the sea salt?")
