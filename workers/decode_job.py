@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from typing import Final
 
 import msgspec
 
@@ -10,7 +11,7 @@ from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
-from pipeline.errors import CapacityError
+from pipeline.errors import BodyTooLarge, CapacityError, InvalidField
 from pipeline.limits import LEASE_SPARE_S
 from pipeline.protocol.chat import wants_prompt, wants_prompt_ids
 from pipeline.protocol.credits import Ledger, Verdicts
@@ -42,6 +43,10 @@ from workers.identity import Identity, new_claim
 from workers.jobs import TELLING_GRACE_S, Job
 from workers.leases import Leases
 from workers.starts import Starts
+
+TOO_LARGE: Final = (
+    "The whole reply is larger than one message of the broker: ask for fewer tokens, or for fewer logprobs."
+)
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,7 +272,13 @@ class DecodeJob(Job):
         if isinstance(end, Done):
             self._said = self.stages
             end = msgspec.structs.replace(end, stages=Stages(self.handoff.stages or AtPrefill(), self._said))
-        self.happen(await self.holding.tell(end, self.resend))
+        try:
+            self.happen(await self.holding.tell(end, self.resend))
+        except BodyTooLarge:
+            # Its tokens may all be there, but nobody can be sure of it: better told than waited for until the deadline.
+            self._generated, self._reply = False, None
+            self.error = self.told = InvalidField(TOO_LARGE, param="max_tokens")
+            self.happen(await self.holding.tell(self._end(), self.resend))
 
     async def _ack(self) -> None:
         if self.handoff.talk is not None:

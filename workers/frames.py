@@ -10,6 +10,7 @@ import structlog
 
 from pipeline.bus.connection import Bus
 from pipeline.errors import HeadraceError
+from pipeline.limits import MESSAGE_BYTES_MAX
 from pipeline.protocol.messages import AnyFrame, Encoding, encode, frame_for
 from pipeline.telemetry import metrics
 
@@ -45,10 +46,25 @@ class FrameSender:
         """Publish what has gathered so far."""
         gathered, self._gathered = self._gathered, {}
         alone, self._alone = self._alone, []
-        for subject, payload in [*alone, *((subject, encode(frames)) for subject, frames in gathered.items())]:
-            metrics.FRAME_MESSAGES.inc()
-            try:
-                await self._bus.publish(subject, payload)
-            except HeadraceError as error:
-                # A frame that is lost is repaired from the next one's index, or from `Done`.
-                log.warning("frames not sent", subject=subject, error=str(error))
+        for subject, payload in alone:
+            await self._publish(subject, payload)
+        for subject, frames in gathered.items():
+            await self._publish_together(subject, frames)
+
+    async def _publish_together(self, subject: str, frames: list[AnyFrame]) -> None:
+        """As one message; in halves where that is too large, as a long reply may be that is sent again from its start."""
+        payload = encode(frames)
+        if len(payload) <= MESSAGE_BYTES_MAX or len(frames) < 2:
+            await self._publish(subject, payload)
+            return
+        half = len(frames) // 2
+        await self._publish_together(subject, frames[:half])
+        await self._publish_together(subject, frames[half:])
+
+    async def _publish(self, subject: str, payload: bytes) -> None:
+        metrics.FRAME_MESSAGES.inc()
+        try:
+            await self._bus.publish(subject, payload)
+        except HeadraceError as error:
+            # A frame that is lost is repaired from the next one's index, or from `Done`.
+            log.warning("frames not sent", subject=subject, error=str(error))
