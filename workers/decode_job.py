@@ -1,10 +1,12 @@
 """One request at decode: from its handoff to the ack of the message that brought it."""
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Final
 
+import anyio
 import msgspec
 
 from pipeline import outside
@@ -12,7 +14,7 @@ from pipeline.bus import acks
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
 from pipeline.errors import BodyTooLarge, CapacityError, InvalidField
-from pipeline.limits import LEASE_SPARE_S
+from pipeline.limits import HANDOFF_PATIENCE_S, LEASE_SPARE_S
 from pipeline.protocol.chat import wants_prompt, wants_prompt_ids
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import (
@@ -173,12 +175,15 @@ class DecodeJob(Job):
     # Effects
 
     async def _claim(self) -> None:
-        """Take over from prefill; in doubt, ask again under the same claim."""
-        answer = await self.holding.claim_it(follows=self.handoff.claim)
-        if isinstance(answer, Go) and self.stage is Stage.TAKING:
-            self._delivered = unpack_ids(answer.ids)
-            self.outbox = Outbox(self.handoff.request, self.holding.claim, self._delivered)
-        self.happen(EVENT_OF[type(answer)])
+        """Take over from prefill, which offers it for no longer than we try; in doubt, ask again under the same claim."""
+        with anyio.move_on_after(HANDOFF_PATIENCE_S if self.stage is Stage.TAKING else math.inf):
+            answer = await self.holding.claim_it(follows=self.handoff.claim)
+            if isinstance(answer, Go) and self.stage is Stage.TAKING:
+                self._delivered = unpack_ids(answer.ids)
+                self.outbox = Outbox(self.handoff.request, self.holding.claim, self._delivered)
+            self.happen(EVENT_OF[type(answer)])
+            return
+        self.happen(Event.UNANSWERED)
 
     async def _accept(self) -> None:
         self._hold()

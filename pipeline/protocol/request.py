@@ -162,6 +162,11 @@ DECODE_ENDS: Final[dict[Event, End]] = {
     E.DEADLINE: (S.ENDING, (F.STOP, F.TELL)),
 }
 
+TAKING_ENDS: Final = frozenset(
+    {E.WHOLE, E.GONE, E.FENCED, E.CANCELLED, E.DEADLINE, E.LEFT, E.DOUBT, E.INVALID, E.FAILED, E.UNANSWERED}
+)
+"""Where the claim is not taken over: by then its prefill worker has taken it back, or is about to."""
+
 ENDING_ENDS: Final[dict[Event, End]] = {
     E.WHOLE: (S.ENDED, (F.ACK,)),
     E.GONE: (S.ENDED, (F.ACK,)),
@@ -277,9 +282,7 @@ def _take(state: Decode, event: Event) -> tuple[Decode, Effects]:
         return state, (F.CLAIM,)
     if event is E.GO:
         return _at(state, S.DECODING), (F.ACCEPT, F.DECODE)
-    if event in (E.WHOLE, E.GONE, E.FENCED, E.CANCELLED, E.DEADLINE, E.LEFT, E.DOUBT, E.INVALID, E.FAILED):
-        return _at(state, S.ENDED), (F.REFUSE, F.STOP)
-    return state, ()
+    return (_at(state, S.ENDED), (F.REFUSE, F.STOP)) if event in TAKING_ENDS else (state, ())
 
 
 def _decode(state: Decode, event: Event) -> tuple[Decode, Effects]:

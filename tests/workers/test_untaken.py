@@ -6,7 +6,8 @@ from pipeline.bus.connection import Message
 from pipeline.protocol.messages import Done
 from pipeline.protocol.subjects import parse_ack
 from tests.nats_server import NatsServer
-from tests.workers.fleet import Caller, Fleet, Reply, config_for, fleet
+from tests.workers.fleet import Caller, Fleet, Reply, config_for, fleet, until
+from workers import decode_job
 from workers.decode import DecodeWorker
 from workers.decode_job import DecodeJob
 
@@ -75,3 +76,21 @@ async def test_what_it_had_taken_over_comes_back_to_the_queue(
     assert isinstance(reply.end, Done)
     assert caller.holders[:3] == ["holder.prefill-1", f"holder.{doom.victim}", "holder.prefill-1"]
     assert delivered(caller) == 2
+
+
+async def test_a_takeover_that_nobody_answers_gives_its_blocks_back_when_its_offer_has_ended(
+    broker: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at the deadline: a producer that says nothing of its life may have died with ten minutes left."""
+    monkeypatch.setattr(decode_job, "HANDOFF_PATIENCE_S", 0.3)
+    async with fleet(config_for(broker.url)) as made:
+        caller = Caller(made.bus, "r1")
+        caller.hears_takeovers = False
+        await caller.listen()
+        await caller.publish("alice")
+        ledger = made.decode().ledger
+        await until(lambda: not ledger.idle)
+        await until(lambda: ledger.totals.released == 1)
+        assert caller.takeovers_unheard
+        caller.hears_takeovers = True
+        assert isinstance((await caller.reply()).end, Done)
