@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.errors import EngineDead
 from pipeline.limits import REPEAT_PERIOD_S
 from pipeline.protocol import subjects
-from pipeline.protocol.credits import Consumption, GrantState, Ledger, Verdicts
+from pipeline.protocol.credits import ENDED_REMEMBERED, Consumption, GrantState, Ledger, Verdicts
 from pipeline.protocol.messages import (
     Ask,
     Handoff,
@@ -47,6 +47,7 @@ from workers.leases import LeaseKeeper, Leases
 from workers.pool import Pool
 from workers.recording import Recorded
 from workers.starts import Starts
+from workers.tombstones import Tombstones
 
 log: Final = structlog.get_logger("decode")
 
@@ -94,6 +95,7 @@ class DecodeWorker:
             clock=self.clock,
         )
         self._jobs: Pool[DecodeJob] = Pool(bus, presences, ("decode", me.id), self._ended)
+        self._refused = Tombstones(ENDED_REMEMBERED)
         self._recorded = Recorded(bus, self.clock)
         self.recorder = Recorder(bus, config.telemetry, self._jobs.records)
         self._counted: dict[str, int] = {}
@@ -203,6 +205,8 @@ class DecodeWorker:
         job = self._jobs.get(handoff.ask)
         if job is not None and not job.accepted:
             job.answer_at = answer_at
+        elif handoff.ask in self._refused:  # its answer was lost, or came between two repetitions
+            self._post(answer_at, encode(_REFUSALS[Consumption.NO_GRANT]))
         else:
             self._post(answer_at, encode(HandoffAnswer(state="accepted")))
 
@@ -211,6 +215,8 @@ class DecodeWorker:
 
     def _ended(self, job: DecodeJob) -> None:
         record = job.record
+        if not job.accepted:
+            self._refused.add(job.handoff.ask)
         # A gateway writes the line of its own requests; those of producers have no other.
         loud = record.outcome != "whole" or job.holding.receiver is None
         self.recorder.ended(record, job.span, AT_WORKERS, loud=loud)

@@ -1,21 +1,23 @@
-"""Requests remembered for a while: cancelled ones, whose message may still be on its way to us, and those turned away."""
+"""What is remembered for a while: requests that were cancelled, whose message may still be on its way to us, or were turned away,
+and handoffs that were refused."""
 
 
 class Tombstones:
-    """The last `limit` cancelled request ids."""
+    """The last `limit` ids of what has ended, though word of it may still come."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._ids: dict[str, None] = {}
 
-    def add(self, request: str) -> None:
+    def add(self, name: str) -> None:
         """Remember it, and forget the oldest beyond the limit."""
-        self._ids[request] = None
+        self._ids.pop(name, None)
+        self._ids[name] = None
         if len(self._ids) > self._limit:
             del self._ids[next(iter(self._ids))]
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._ids
+    def __contains__(self, name: str) -> bool:
+        return name in self._ids
 
 
 class FirstSeen:

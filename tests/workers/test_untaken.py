@@ -3,7 +3,8 @@
 import pytest
 
 from pipeline.bus.connection import Message
-from pipeline.protocol.messages import Done
+from pipeline.protocol import subjects
+from pipeline.protocol.messages import Done, handoff_answer_decoder
 from pipeline.protocol.subjects import parse_ack
 from tests.nats_server import NatsServer
 from tests.workers.fleet import Caller, Fleet, Reply, config_for, fleet, until
@@ -94,3 +95,20 @@ async def test_a_takeover_that_nobody_answers_gives_its_blocks_back_when_its_off
         assert caller.takeovers_unheard
         caller.hears_takeovers = True
         assert isinstance((await caller.reply()).end, Done)
+
+
+async def test_a_handoff_that_was_refused_is_refused_again_when_it_is_repeated(
+    broker: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first refusal may have been lost: taken for accepted, nobody would work on it until its lease has ended."""
+    monkeypatch.setattr(decode_job, "HANDOFF_PATIENCE_S", 0.3)
+    async with fleet(config_for(broker.url)) as made:
+        offers: list[Message] = []
+        await made.bus.subscribe(subjects.handoff("decode-1"), offers.append)
+        caller = Caller(made.bus, "r1")
+        caller.hears_takeovers = False
+        await caller.listen()
+        await caller.publish("alice")
+        await until(lambda: made.decode().ledger.totals.released == 1)
+        answer = await made.bus.request(subjects.handoff("decode-1"), offers[0].data, 1.0)
+        assert handoff_answer_decoder.decode(answer).state == "refused"
