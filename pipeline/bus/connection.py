@@ -181,7 +181,7 @@ class Bus:
     def post(self, subject: str, data: bytes, reply: str = "") -> None:
         """Publish a small message from within a handler, which cannot wait. `subject` is our own, and not checked.
 
-        Raises `Disconnected`, also where too much waits for the socket, and `BadSubject` for the answer to who has asked for none:
+        Raises `Disconnected`, also where too much waits for the socket, and `BadSubject` for an answer to who has asked for none:
         the server would end the connection.
         """
         if not subject:

@@ -129,6 +129,9 @@ def _pool(role: str, pool: Sequence[Presence]) -> Finding:
     serving = [one.id for one in pool if one.takes]
     if serving:
         return _ok(role, f"{len(serving)} {role} worker{'s' if len(serving) > 1 else ''}: {_some(serving)}.")
+    if pool and all(one.paused for one in pool):
+        said = f"All {role} workers are paused: {_some([one.id for one in pool])}."
+        return _wrong(role, said, f"Let them take work again: headrace resume {pool[0].id}.")
     if pool:
         said = f"No {role} worker is ready: {_some([one.id for one in pool])} start{'s' if len(pool) == 1 else ''} or drain."
         return _wrong(role, said, "Wait for one to load its model; its log says how far it is.")

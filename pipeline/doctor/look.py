@@ -1,6 +1,7 @@
 """Look at a running pipeline: the broker, who lives, the queues, the books, and what is around them. Every look has a bound."""
 
 import asyncio
+import contextlib
 import importlib.metadata
 import shutil
 import ssl
@@ -48,18 +49,20 @@ async def look(config: Config, declared: streams.Declared) -> Facts:
 async def _at_broker(facts: Facts, bus: Bus, declared: streams.Declared) -> Facts:
     server = Server(version=bus.server_version, max_payload=bus.server_max_payload)
     try:
-        differences = tuple(await streams.diff(bus, declared))
-        ahead_s = await _ahead_of_broker(bus)
+        return await _in_jetstream(msgspec.structs.replace(facts, server=server), bus, declared)
     except (OperatorError, BusError) as error:
-        return msgspec.structs.replace(
-            facts, server=msgspec.structs.replace(server, jetstream_error=_first_line(error))
-        )
-    heard = await _listen(bus, ahead_s)
+        silent = msgspec.structs.replace(server, jetstream_error=_first_line(error))
+        return msgspec.structs.replace(facts, server=silent)
+
+
+async def _in_jetstream(facts: Facts, bus: Bus, declared: streams.Declared) -> Facts:
+    """Raises `OperatorError` or `BusError` where JetStream does not answer, or not any more."""
+    differences = tuple(await streams.diff(bus, declared))
+    heard = await _listen(bus, await _ahead_of_broker(bus))
     decoders = [one.presence.id for one in heard if one.presence.role == "decode"]
     accounts = await asyncio.gather(*(account_of(bus, worker) for worker in decoders))
     return msgspec.structs.replace(
         facts,
-        server=server,
         differences=differences,
         shards=await _shards(bus),
         heard=tuple(heard),
@@ -102,7 +105,8 @@ async def _shards(bus: Bus) -> dict[str, int] | None:
     for klass in CLASSES:
         config = (await _api(bus, f"STREAM.INFO.{Shard(klass, 0).stream}")).get("config")
         if config is not None:
-            found[klass] = streams.partitions(Shard(klass, 0).stream, config)
+            with contextlib.suppress(OperatorError):  # it has none, which is among the differences
+                found[klass] = streams.partitions(Shard(klass, 0).stream, config)
     return found or None
 
 

@@ -20,6 +20,8 @@ from pipeline.bus import streams
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer
 from pipeline.cli.main import program
+from pipeline.config import Config, Nats
+from pipeline.doctor import look
 from pipeline.paths import JETSTREAM
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence
@@ -197,3 +199,33 @@ async def test_a_dead_letter_is_worth_a_word_and_no_failure(broker: NatsServer, 
         await bus.store("dlq.malformed.interactive", b"{}", msg_id="x", timeout_s=2.0)
         status, found = await examined(config)
     assert (status, set(found)) == (0, {"dlq"})
+
+
+async def test_a_stream_without_shards_is_a_difference_and_no_missing_broker(broker: NatsServer) -> None:
+    declared = streams.declared(JETSTREAM)
+    async with await Bus.connect(broker.url, "test") as bus:
+        await streams.apply(bus, declared)
+        await bus.request("$JS.API.STREAM.DELETE.REQUESTS_batch", b"", 2.0)
+        plain = {"name": "REQUESTS_batch", "subjects": ["requests.in.batch.*.*"]}
+        await bus.request("$JS.API.STREAM.CREATE.REQUESTS_batch", msgspec.json.encode(plain), 2.0)
+        facts = await look.look(Config(engine="simulated", nats=Nats(url=broker.url)), declared)
+    assert facts.nats_error == ""
+    assert any("subject_transform" in one for one in facts.differences or ())
+    assert set(facts.shards or ()) == {"interactive"}
+
+
+async def test_a_broker_that_dies_under_the_look_is_a_fact_too(
+    broker: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declared = streams.declared(JETSTREAM)
+    async with await Bus.connect(broker.url, "test") as bus:
+        await streams.apply(bus, declared)
+
+    async def dies(*_: object) -> list[object]:
+        broker.kill9()
+        return []
+
+    monkeypatch.setattr(look, "_listen", dies)
+    facts = await look.look(Config(engine="simulated", nats=Nats(url=broker.url)), declared)
+    assert facts.server is not None
+    assert facts.server.jetstream_error

@@ -70,6 +70,7 @@ def test_a_sound_pipeline_has_no_finding_but_what_was_looked_at() -> None:
         ("shards", but(shards={"interactive": 32}), "32 shards", "requests.shards = 32"),
         ("prefill", but(heard=(peer("decode", "d1"),)), "No prefill worker says", "headrace worker prefill"),
         ("decode", but(heard=(peer("prefill", "p1"), peer("decode", "d1", ready=False))), "d1 starts", "Wait"),
+        ("decode", but(heard=(peer("prefill", "p1"), peer("decode", "d1", paused=True))), "paused: d1", "headrace resume d1"),
         ("keeper", but(keeper_pulls=0), "No keeper", "headrace keeper"),
         ("keeper", but(keeper_pulls=None), "cannot be looked at", "streams apply"),
         ("model", but(heard=(peer("prefill", "p1"), peer("decode", "d1", model="n"))), "m: p1; n: d1", "model.served_name"),
