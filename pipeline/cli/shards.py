@@ -88,25 +88,25 @@ async def _show(config: "Config", *, everything: bool, as_json: bool, watch: boo
 async def survey(bus: "Bus", presences: "Presences", count: int, *, served: bool = True) -> Report:
     """Ask the broker and, where `served`, every live prefill worker. Raises `OperatorError` where JetStream does not answer."""
     from pipeline import outside
+    from pipeline.protocol import placement
     from pipeline.protocol.subjects import CLASSES
 
     weights = {peer.id: float(peer.slots) for peer in presences.ready("prefill", outside.monotonic_s())}
     accounts = await asyncio.gather(*(_served(bus, worker) for worker in weights if served))
     depths = {klass: await _depths(bus, klass) for klass in CLASSES}
-    rows = [_row(klass, number, depths[klass], weights) for klass in CLASSES for number in range(count)]
+    first = placement.first_of(count, weights, 2)
+    rows = [_row(klass, number, depths[klass], first[number]) for klass in CLASSES for number in range(count)]
     _add(rows, [account for account in accounts if account is not None])
     answers = zip(weights, accounts, strict=served)
     warm = {worker: None if account is None else account.warm_creators for worker, account in answers}
     return Report(warm_creators=warm, shards=rows)
 
 
-def _row(klass: str, number: int, depths: Mapping[str, tuple[int, int]], weights: Mapping[str, float]) -> Row:
-    from pipeline.protocol import placement
+def _row(klass: str, number: int, depths: Mapping[str, tuple[int, int]], first: Sequence[str]) -> Row:
     from pipeline.protocol.subjects import Shard
 
-    shard = Shard(klass, number)
-    depth, in_work = depths.get(shard.consumer, (0, 0))
-    owner, following, *_ = [*placement.order(shard, weights), "", ""]
+    depth, in_work = depths.get(Shard(klass, number).consumer, (0, 0))
+    owner, following, *_ = [*first, "", ""]
     return Row(klass=klass, shard=number, depth=depth, in_work=in_work, owner=owner, next=following)
 
 

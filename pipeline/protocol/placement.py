@@ -10,6 +10,7 @@ Load is the worker's own truth: of slots, queued prompt tokens and KV blocks, wh
 
 import functools
 import hashlib
+import heapq
 import math
 from array import array
 from collections.abc import Iterable, Mapping
@@ -60,6 +61,18 @@ def ranks(me: str, shards: Iterable[Shard], workers: Mapping[str, float]) -> dic
 
     by_number = {number: rank(number) for number in {shard.number for shard in wanted}}
     return {shard: by_number[shard.number] for shard in wanted}
+
+
+def first_of(shards: int, workers: Mapping[str, float], count: int) -> list[list[str]]:
+    """Of each of the shards 0 to `shards` - 1 the first workers of its order, the owner first; of both classes alike."""
+    scored = [(worker, weight, _scores(worker, shards)) for worker, weight in workers.items()]
+
+    def first(number: int) -> list[str]:
+        return [
+            name for _, name in heapq.nsmallest(count, ((-weight * by[number], name) for name, weight, by in scored))
+        ]
+
+    return [first(number) for number in range(shards)]
 
 
 class Owners:

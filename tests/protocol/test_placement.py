@@ -22,6 +22,14 @@ def test_my_rank_is_my_place_in_the_order_that_everybody_computes() -> None:
         assert all(placement.order(shard, workers)[rank] == me for shard, rank in ranks.items())
 
 
+def test_the_first_of_each_shard_are_those_of_its_order() -> None:
+    workers = {f"p{number}": 1.0 + number for number in range(9)}
+    first = placement.first_of(50, workers, 2)
+    assert first == [placement.order(shard, workers)[:2] for shard in SHARDS[:50]]
+    assert placement.first_of(1, {"alone": 4.0}, 2) == [["alone"]]
+    assert placement.first_of(1, {}, 2) == [[]]
+
+
 def test_a_worker_that_others_do_not_know_yet_ranks_itself_all_the_same() -> None:
     assert set(placement.ranks("new", SHARDS[:50], {"old": 1.0}).values()) == {0, 1}
     assert set(placement.ranks("alone", SHARDS[:5], {}).values()) == {0}
