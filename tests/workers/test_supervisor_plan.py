@@ -34,10 +34,10 @@ def test_the_real_engine_needs_broker_model_and_store() -> None:
         "streams": ("nats",),
         "model": (),
         "lmcache": (),
-        "prefill-1": ("streams", "model", "lmcache"),
-        "decode-1": ("streams", "model", "lmcache"),
-        "keeper": ("streams",),
-        "gateway": ("streams",),
+        "prefill-1": ("nats", "streams", "model", "lmcache"),
+        "decode-1": ("nats", "streams", "model", "lmcache"),
+        "keeper": ("nats", "streams"),
+        "gateway": ("nats", "streams"),
     }
 
 
@@ -47,9 +47,9 @@ def test_the_simulated_engine_needs_only_the_broker() -> None:
     assert after == {
         "nats": (),
         "streams": ("nats",),
-        **dict.fromkeys(workers, ("streams",)),
-        "keeper": ("streams",),
-        "gateway": ("streams",),
+        **dict.fromkeys(workers, ("nats", "streams")),
+        "keeper": ("nats", "streams"),
+        "gateway": ("nats", "streams"),
     }
 
 

@@ -208,6 +208,10 @@ def gateway_url(config: Config) -> str:
 # --------------------------------------------------------------------------------------------------------------
 # The units
 
+_SERVED: Final = ("nats", "streams")
+"""What everybody needs to start. The broker itself, too: a step that has ended stays so, and who is started again while the
+broker is would take its set-up for one that cannot work."""
+
 
 def plan(config: Config, site: Site, metrics_ports: Sequence[int]) -> tuple[Unit, ...]:
     """All units of a settled configuration. `metrics_ports` has one for each worker, and one for the keeper."""
@@ -272,7 +276,7 @@ def _worker(config: Config, site: Site, role: Role, name: str, metrics_port: int
         command=_headrace(site, "worker", role, "--id", name, "--metrics-port", str(metrics_port)),
         environment={**engine, **overlay(config)},
         ready=Present("decode" if role == "both" else role, name),
-        after=("streams", "model", "lmcache") if real else ("streams",),
+        after=(*_SERVED, "model", "lmcache") if real else _SERVED,
         falls_with=("lmcache",) if real else (),
         stage=Stage.WORKERS,
         metrics=_metrics(metrics_port),
@@ -286,7 +290,7 @@ def _keeper(config: Config, site: Site, metrics_port: int) -> Unit:
         command=_headrace(site, "keeper", "--id", "keeper", "--metrics-port", str(metrics_port)),
         environment=overlay(config),
         ready=Answers(_metrics(metrics_port)),
-        after=("streams",),
+        after=_SERVED,
         stage=Stage.WORKERS,
         metrics=_metrics(metrics_port),
     )
@@ -303,7 +307,7 @@ def _gateway(config: Config, site: Site) -> Unit:
         environment=overlay(config),
         ready=Answers(f"{gateway_url(config)}/health", config.gateway.tls_cert),
         metrics=f"{gateway_url(config)}/metrics",
-        after=("streams",),
+        after=_SERVED,
         stage=Stage.GATEWAY,
     )
 
