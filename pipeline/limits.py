@@ -88,7 +88,13 @@ PULL_RANK_MAX: Final = 9
 """NATS knows the priorities 0 to 9; ranks beyond share the last."""
 
 PREFIXES_MAX: Final = 1024
-"""Creators whose shared prefix a prefill worker remembers, for others to warm up: 7 MB of token ids."""
+"""Creators whose shared prefix a prefill worker remembers, for others to warm up: 7 MB of token ids, as a rule."""
+
+PREFIXES_BYTES_MAX: Final = 64 * 1024 * 1024
+"""All of them, where prompts are long: of a creator with one prompt, that prompt is all that is known."""
+
+PREFIX_TOKENS_MAX: Final = 65_536
+"""Of one: longer than any persona (`PERSONA_BYTES_MAX`), and a quarter of what a message of the broker carries."""
 
 WARM_UPS_WAITING_MAX: Final = 8
 """Prefixes that wait to be warmed up: a second of cold prefills. Beyond it the asker publishes the route all the same."""

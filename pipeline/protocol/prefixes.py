@@ -6,31 +6,34 @@ what was known (a new persona, or another template) begins anew.
 
 from collections import OrderedDict
 
-from pipeline.limits import PREFIXES_MAX
+from pipeline.limits import PREFIX_TOKENS_MAX, PREFIXES_BYTES_MAX, PREFIXES_MAX
 from pipeline.protocol.warm_messages import Prefix
 
 _TOKEN_BYTES = 4
 
 
 class Prefixes:
-    """The shared prefixes of the creators seen last, as packed token ids: 7 KB each, `PREFIXES_MAX` of them."""
+    """The shared prefixes of the creators seen last, as packed token ids: `limit` of them, within `bytes_max`."""
 
-    def __init__(self, limit: int = PREFIXES_MAX) -> None:
-        self._limit = limit
+    def __init__(self, limit: int = PREFIXES_MAX, bytes_max: int = PREFIXES_BYTES_MAX) -> None:
+        self._limit, self._bytes_max = limit, bytes_max
         self._known: OrderedDict[str, Prefix] = OrderedDict()
+        self._bytes = 0
 
     def seen(self, creator: str, salt: str, ids: bytes) -> None:
-        """A prompt of this creator (a subject token) has been rendered."""
-        known = self._known.get(creator)
+        """A prompt of this creator (a subject token) has been rendered. Of a very long one its beginning counts."""
+        ids = ids[: _TOKEN_BYTES * PREFIX_TOKENS_MAX]
+        known = self._known.pop(creator, None)
         if known is None or known.salt != salt:
             shared = ids
         else:
             length = _common(known.ids, ids)
             shared = known.ids[:length] if 2 * length >= len(known.ids) else ids
         self._known[creator] = Prefix(salt, shared)
-        self._known.move_to_end(creator)
-        if len(self._known) > self._limit:
-            self._known.popitem(last=False)
+        self._bytes += len(shared) - (len(known.ids) if known is not None else 0)
+        while len(self._known) > 1 and (len(self._known) > self._limit or self._bytes > self._bytes_max):
+            _, forgotten = self._known.popitem(last=False)
+            self._bytes -= len(forgotten.ids)
 
     def of(self, creator: str) -> Prefix:
         """An empty one where nothing is known."""

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.limits import PREFIX_TOKENS_MAX
 from pipeline.protocol.messages import pack_ids
 from pipeline.protocol.prefixes import Prefixes, shared
 from pipeline.protocol.warm_messages import Prefix
@@ -36,6 +37,19 @@ def test_only_the_creators_seen_last_are_remembered() -> None:
         known.seen(creator, "s", pack_ids(PERSONA))
     assert known.of("b") == Prefix()
     assert known.of("a").ids
+
+
+def test_long_prompts_are_remembered_of_fewer_creators_and_not_beyond_a_bound() -> None:
+    known = Prefixes(bytes_max=4 * 250)
+    for creator in ("a", "b", "c", "b"):
+        known.seen(creator, "s", pack_ids(range(100)))
+    assert [len(known.of(creator).ids) for creator in "abc"] == [0, 400, 400]
+    known.seen("b", "s", pack_ids([0, 1]))
+    known.seen("d", "s", pack_ids(range(100)))
+    assert [len(known.of(creator).ids) for creator in "bcd"] == [8, 400, 400], "what has become shorter counts less"
+    known.seen("long", "s", pack_ids(range(2 * PREFIX_TOKENS_MAX)))
+    assert known.of("long").ids == pack_ids(range(PREFIX_TOKENS_MAX)), "the last one always stays"
+    assert known.of("d") == Prefix()
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12))
