@@ -21,6 +21,9 @@ from pipeline.telemetry import logs
 
 ALL: Final = "presence.>"
 
+UNREAD_SAID_MAX: Final = 64
+"""Processes of other versions that are named: more are a fleet of them."""
+
 _log = logs.get("bus")
 
 
@@ -67,6 +70,8 @@ class Watcher:
         self._presences = presences
         self._clock = clock
         self._subscription: Subscription | None = None
+        self._unread: set[str] = set()
+        """Whose words cannot be read, as was said: once, and not five times a second."""
 
     async def start(self) -> None:
         """Listen; returns when the broker knows."""
@@ -83,6 +88,8 @@ class Watcher:
         try:
             presence = presence_decoder.decode(message.data)
         except msgspec.MsgspecError as error:  # a process of another version; it does not count as live here
-            _log.warning("presence_unreadable", subject=message.subject, error=str(error))
+            if message.subject not in self._unread and len(self._unread) < UNREAD_SAID_MAX:
+                self._unread.add(message.subject)
+                _log.warning("presence_unreadable", subject=message.subject, error=str(error))
             return
         self._presences.heard(presence, self._clock())

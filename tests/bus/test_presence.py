@@ -3,6 +3,7 @@
 import time
 
 import pytest
+from structlog.testing import capture_logs
 
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer, Watcher
@@ -46,9 +47,12 @@ async def test_a_word_that_cannot_be_read_disturbs_nobody(bus: Bus, other: Bus) 
     presences = Presences()
     watcher = Watcher(bus, presences, time.monotonic)
     await watcher.start()
-    await other.publish("presence.prefill.odd", b"not msgpack")
-    Announcer(other, lambda: says("p3")).now()
-    await eventually(lambda: [one.id for one in presences.live("prefill", time.monotonic())] == ["p3"])
+    with capture_logs() as said:
+        for _ in range(5):
+            await other.publish("presence.prefill.odd", b"not msgpack")
+        Announcer(other, lambda: says("p3")).now()
+        await eventually(lambda: [one.id for one in presences.live("prefill", time.monotonic())] == ["p3"])
+    assert [line["subject"] for line in said if line["event"] == "presence_unreadable"] == ["presence.prefill.odd"]
     await watcher.stop()
 
 
