@@ -59,7 +59,7 @@ def worker(
     if as_role is not None and role != "both":
         raise typer.BadParameter("only a worker for both can begin as something else", param_hint="--as")
     chosen = plan.chosen(configuration(config), plan.Options(engine=engine, model=model))
-    name = worker_id or _name(role)
+    name = _name(role, worker_id)
     logs.configure(name)
     _serve_metrics(chosen, metrics_port)
     model_path = _prepared(chosen, role)
@@ -93,7 +93,7 @@ def keeper(
 
     from pipeline.telemetry import logs
 
-    chosen, name = configuration(config), keeper_id or _name("keeper")
+    chosen, name = configuration(config), _name("keeper", keeper_id)
     logs.configure(name)
 
     from workers.keeper import run_keeper
@@ -130,11 +130,16 @@ def up(
     supervisor.up(config or require(LOCAL_CONFIG), options, ask)
 
 
-def _name(role: str) -> str:
-    """A name that no other process of the fleet has."""
+def _name(role: str, given: str | None) -> str:
+    """The name that was given, or one that no other process of the fleet has. It stands in subjects, as one token."""
     import os
+    import re
     import socket
 
+    if given:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", given):
+            raise typer.BadParameter(f"{given!r}: letters, digits, - and _ make a name", param_hint="--id")
+        return given
     return f"{role}-{socket.gethostname().split('.')[0]}-{os.getpid()}"
 
 

@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from pipeline.cli import OPERATOR_EXIT
 from pipeline.cli.chat import text_of
-from pipeline.cli.main import explain, operator_error
+from pipeline.cli.main import explain, operator_error, program
 from pipeline.errors import OperatorError
 
 
@@ -65,6 +66,15 @@ def test_a_wrong_command_line_is_status_2(arguments: list[str]) -> None:
     done = headrace(*arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("worker", "prefill"), ("keeper",)])
+@pytest.mark.parametrize("name", ["prefill.1", "a b", "*"])
+def test_a_name_that_no_subject_can_carry_is_refused(arguments: tuple[str, ...], name: str) -> None:
+    """The broker would end the connection at its first presence, again and again."""
+    result = CliRunner().invoke(program(), [*arguments, "--id", name])
+    assert result.exit_code == 2
+    assert "make a name" in result.output
 
 
 def test_an_operators_error_is_found_inside_groups() -> None:
