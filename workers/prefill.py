@@ -273,7 +273,7 @@ class PrefillWorker:
         if isinstance(job.error, EngineDead):
             self.slots.close()  # until the health check ends this process: what came here would only come back
         self._weigh()
-        key = self.slots.finished()
+        key = self.slots.finished(job.stored.shard.klass)
         if key is not None:
             self._start(self._held.pop(str(key)))
         self._offer()

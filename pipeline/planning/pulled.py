@@ -15,6 +15,7 @@ from pipeline.planning.events import Events
 from pipeline.planning.fleet import Fleet, Outcome
 from pipeline.planning.traffic import Request
 from pipeline.protocol import placement, routes
+from pipeline.protocol.classes import INTERACTIVE
 from pipeline.protocol.routes import Balancer, Change, Rates, Route
 from pipeline.protocol.slots import Offer, Slots
 from pipeline.protocol.subjects import Shard, partition
@@ -61,7 +62,7 @@ class _Worker:
         """A slot is free: for a held message first."""
         self._tokens -= request.tokens
         self._weigh()
-        key = self.slots.finished()
+        key = self.slots.finished(INTERACTIVE)
         if isinstance(key, int):
             self._begin(self._held.pop(key)[1])
         self._offer()

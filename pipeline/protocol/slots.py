@@ -11,7 +11,10 @@ A standing pull is an open hand: the broker puts the next message of that shard 
   know of a backlog is old, since others work on it too: where a pull is not served at once, nothing is waiting, and its slot is
   free for others.
 * Shards that another worker owns get one hand each; urgent classes and own shards come first.
-* A worker that spills (`placement.spills`) offers what it has left only at the last priorities, where nobody else has a slot:
+* Interactive requests go before batch ones, with the turns and the room of `classes.py`: batch has a bound of slots, and while an
+  interactive request waits, it is asked for only when it is its turn. Then a slot is kept for it until it has come, or has not.
+* A worker that spills (`placement.spills`) offers what it has left only at the last priorities, where nobody else has a slot.
+  Slots that batch holds do not count for that: beside them there is room, and a creator's requests stay where its prefix is.
 
       0  own shards      1 … 7  others', by rank and load      8  own shards, spilling      9  others', spilling
 
@@ -24,6 +27,7 @@ state puts it, and only lanes that lack a pull are ever looked at:
 
 import heapq
 from collections.abc import Hashable, Iterator, Mapping
+from itertools import chain, islice
 from math import ceil
 from typing import Final
 
@@ -31,6 +35,7 @@ import msgspec
 
 from pipeline.limits import BACKLOG_UNSERVED_S, PULL_RANK_MAX, SURPLUS_HOLD_S
 from pipeline.protocol import placement
+from pipeline.protocol.classes import BATCH, INTERACTIVE, WEIGHTS, Turns, Weights
 from pipeline.protocol.subjects import CLASSES, Shard
 
 SPILLING_OWN: Final = PULL_RANK_MAX - 1
@@ -119,10 +124,38 @@ class _Lanes:
             yield from self.low.values()
 
 
+class _Class:
+    """What one class has of a worker: slots, and lanes, those of own shards and those of others'."""
+
+    def __init__(self, capacity: int) -> None:
+        self.busy = 0
+        self.own = _Lanes(max(1, ceil(capacity / 2)))
+        self.others = _Lanes(1)
+        self._shared = 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is a backlog that we know of."""
+        return bool(self.own.backlog or self.others.backlog)
+
+    @property
+    def pulls(self) -> int:
+        """Pulls that stand on those."""
+        return self.own.pulls + self.others.pulls
+
+    def turn(self, pulls: int) -> list[_Lane]:
+        """The next lanes with backlog, at most so many, mostly own ones first."""
+        mine_first = self._shared % OWN_TURNS > 0
+        first, then = (self.own, self.others) if mine_first else (self.others, self.own)
+        lanes = list(islice(chain(first.backlog.values(), then.backlog.values()), max(0, pulls)))
+        self._shared += len(lanes)
+        return lanes
+
+
 class Slots:
     """The slots of one worker. Keys name deliveries. All times are seconds, monotonic."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, weights: Weights = WEIGHTS) -> None:
         self.capacity = capacity
         self.thresholds = placement.THRESHOLDS
         self.busy = 0
@@ -133,10 +166,11 @@ class Slots:
         self.outstanding = 0
         """Pulls that stand at the broker."""
         self._scarcer = 0.0
-        self._shared = 1
+        self._turns = Turns(weights)
+        self._batch_max = weights.most(capacity)
+        self._classes = {klass: _Class(capacity) for klass in CLASSES}
+        self._urgent, self._batch = self._classes[INTERACTIVE], self._classes[BATCH]
         self._lanes: dict[Shard, _Lane] = {}
-        self._own = _Lanes(max(1, ceil(capacity / 2)))
-        self._others = _Lanes(1)
         self._held: dict[Hashable, tuple[Shard, float]] = {}
         self._watched: list[tuple[float, tuple[int, int, int], Shard]] = []
         """A heap of when to look at a lane again, each lane at most once."""
@@ -147,9 +181,19 @@ class Slots:
         return max(0, self.capacity - self.busy)
 
     @property
+    def free_for_batch(self) -> int:
+        """Of those, how many batch may take now."""
+        return max(0, min(self.capacity - self.busy, self._batch_max - self._batch.busy))
+
+    @property
     def load(self) -> float:
         """0…1: what the worker said last, but for its slots, of which we always know."""
         return min(1.0, max(self._scarcer, self.busy / self.capacity))
+
+    @property
+    def urgent_load(self) -> float:
+        """The same, without the slots that batch holds."""
+        return min(1.0, max(self._scarcer, self._urgent.busy / self.capacity))
 
     @load.setter
     def load(self, said: float) -> None:
@@ -160,12 +204,20 @@ class Slots:
         if capacity == self.capacity:
             return
         self.capacity = capacity
+        self._batch_max = self._turns.weights.most(capacity)
         own = [lane for lane in self._lanes.values() if lane.rank == 0]
         for lane in own:
             self._lift(lane)
-        self._own = _Lanes(max(1, ceil(capacity / 2)))
+        for one in self._classes.values():
+            one.own = _Lanes(max(1, ceil(capacity / 2)))
         for lane in own:
             self._lay(lane)
+
+    def weigh(self, weights: Weights) -> None:
+        """The classes share so, from the next turn on."""
+        if weights != self._turns.weights:
+            self._turns = Turns(weights)
+            self._batch_max = weights.most(self.capacity)
 
     def rank(self, ranks: Mapping[Shard, int], now_s: float) -> list[Offer]:
         """The ranks have changed. Pulls that stand keep their old priority until they end."""
@@ -193,9 +245,9 @@ class Slots:
             lane.low = min(lane.low, lane.outstanding)  # the broker serves better priorities first
         lane.backlog = backlog
         lane.asked_s = now_s
-        has_slot = (self.open or self.lingers) and self.busy < self.capacity
+        has_slot = self._has_slot(shard.klass)
         if has_slot:
-            self.busy += 1
+            self._take(shard.klass)
         else:
             self._held[key] = (shard, now_s if again else now_s + SURPLUS_HOLD_S)
         self._lay(lane)
@@ -212,16 +264,23 @@ class Slots:
         lane.backlog = 0
         self._lay(lane)
 
-    def finished(self) -> Hashable | None:
-        """A request has left its slot. Returns the key of the surplus delivery that takes it, the oldest, if any is held."""
+    def finished(self, klass: str) -> Hashable | None:
+        """A request of this class has left its slot. Returns the key of the surplus delivery that takes it, if any is held.
+
+        It is the oldest of the class whose turn it is, else of the other.
+        """
         self.busy -= 1
-        assert self.busy >= 0
-        if not self._held or not (self.open or self.lingers) or self.busy >= self.capacity:
+        self._classes[klass].busy -= 1
+        assert self._classes[klass].busy >= 0
+        if not self._held:
             return None
-        key = next(iter(self._held))
-        del self._held[key]
-        self.busy += 1
-        return key
+        for one in self._turns.order:
+            key = next((key for key, (shard, _) in self._held.items() if shard.klass == one), None)
+            if key is not None and self._has_slot(one):
+                del self._held[key]
+                self._take(one)
+                return key
+        return None
 
     def surplus(self, now_s: float) -> list[Hashable]:
         """Held deliveries whose time is up: to be given back."""
@@ -244,31 +303,72 @@ class Slots:
 
     def offers(self, now_s: float) -> list[Offer]:
         """The pulls to add now; remembers them as standing."""
-        self.spilling = placement.spills(self.load, self.spilling, self.thresholds)
+        self.spilling = placement.spills(self.urgent_load, self.spilling, self.thresholds)
         if not self.open or self.busy >= self.capacity:
             return []
         self._wake(now_s)
-        return self._top_up(now_s) + self._share(now_s)
+        return self._top_up() + self._share(now_s)
 
-    def _top_up(self, now_s: float) -> list[Offer]:
+    def _has_slot(self, klass: str) -> bool:
+        """Whether a request of this class may take one now."""
+        if not (self.open or self.lingers):
+            return False
+        return self.free_for_batch > 0 if klass == BATCH else self.free > self._kept
+
+    def _take(self, klass: str) -> None:
+        self.busy += 1
+        self._classes[klass].busy += 1
+        self._turns.served(klass)
+
+    @property
+    def _kept(self) -> int:
+        """Slots that an interactive request leaves free: one, while it is batch's turn and batch waits."""
+        return int(self._turns.batch and self._batch.waits and self.free_for_batch > 0)
+
+    @property
+    def _contended(self) -> bool:
+        """Whether interactive requests wait, as far as we know."""
+        return self._urgent.waits or any(shard.klass == INTERACTIVE for shard, _ in self._held.values())
+
+    def _top_up(self) -> list[Offer]:
         """Own shards hold half the free slots open, so that a burst does not run past a single hand to the next worker."""
-        hands = 1 if self.spilling else max(1, ceil(self.free / 2))
-        lacking = [*self._own.lacking(hands, self.spilling), *self._others.lacking(1, self.spilling)]
+        lacking = self._lacking(self._urgent, self.free)
+        free = self.free_for_batch
+        if free and (self._turns.batch or not self._contended):
+            lacking += self._lacking(self._batch, free)
         if len(lacking) > 1:
-            lacking.sort(key=lambda lane: lane.key)
-        return [self._pull(lane, hands if lane.rank == 0 else 1) for lane in lacking]
+            lacking.sort(key=lambda wanted: wanted[0].key)
+        return [self._pull(lane, hands) for lane, hands in lacking]
+
+    def _lacking(self, one: _Class, free: int) -> list[tuple[_Lane, int]]:
+        hands = 1 if self.spilling else max(1, ceil(free / 2))
+        own = [(lane, hands) for lane in one.own.lacking(hands, self.spilling)]
+        return own + [(lane, 1) for lane in one.others.lacking(1, self.spilling)]
 
     def _share(self, now_s: float) -> list[Offer]:
-        """One pull each in turn, until every free slot has one."""
-        left = self.free - self._own.pulls - self._others.pulls
+        """One pull each in turn, until every free slot has one: batch's turn, then interactive requests, then what is left."""
+        batch_waits = self._batch.waits
+        if not (batch_waits or self._urgent.waits):
+            return []
         offers: list[Offer] = []
-        mine_first = self._shared % OWN_TURNS > 0
-        for lanes in (self._own, self._others) if mine_first else (self._others, self._own):
-            turn = [lane for lane, _ in zip(lanes.backlog.values(), range(left - len(offers)), strict=False)]
-            for lane in turn:
-                lane.asked_s = now_s
-                offers.append(self._pull(lane, lane.outstanding - lane.low + 1))
-        self._shared += len(offers)
+        if batch_waits and self._turns.batch and not self._batch.pulls and self.free_for_batch:
+            offers += self._give(self._batch, 1, now_s)
+        offers += self._give(self._urgent, self._unpulled, now_s)
+        if batch_waits:
+            left = min(self._unpulled, self.free_for_batch - self._batch.pulls)
+            offers += self._give(self._batch, left, now_s)
+        return offers
+
+    @property
+    def _unpulled(self) -> int:
+        """Free slots for which no pull stands on a backlog."""
+        return self.free - self._urgent.pulls - self._batch.pulls
+
+    def _give(self, to: _Class, pulls: int, now_s: float) -> list[Offer]:
+        offers = []
+        for lane in to.turn(pulls):
+            lane.asked_s = now_s
+            offers.append(self._pull(lane, lane.outstanding - lane.low + 1))
         return offers
 
     def _pull(self, lane: _Lane, hands: int) -> Offer:
@@ -297,12 +397,16 @@ class Slots:
     # ---- where lanes lie
 
     def _lift(self, lane: _Lane) -> None:
-        (self._others if lane.rank else self._own).lift(lane)
+        self._lanes_of(lane).lift(lane)
 
     def _lay(self, lane: _Lane) -> None:
-        (self._others if lane.rank else self._own).lay(lane)
+        self._lanes_of(lane).lay(lane)
         if lane.backlog and lane.outstanding:
             self._watch(lane, lane.asked_s + BACKLOG_UNSERVED_S)
+
+    def _lanes_of(self, lane: _Lane) -> _Lanes:
+        of_class = self._classes[lane.shard.klass]
+        return of_class.others if lane.rank else of_class.own
 
     def _watch(self, lane: _Lane, at_s: float) -> None:
         if not lane.watched:
@@ -317,4 +421,6 @@ class Slots:
             self._lift(lane)
             if lane.outstanding and lane.asked_s + BACKLOG_UNSERVED_S <= now_s:
                 lane.backlog = 0
+                if lane.shard.klass == BATCH:
+                    self._turns.passed()
             self._lay(lane)

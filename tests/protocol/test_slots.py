@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pipeline.limits import BACKLOG_UNSERVED_S, SPILL_BACK_LOAD, SPILL_LOAD, SURPLUS_HOLD_S
-from pipeline.protocol import placement
+from pipeline.protocol import classes, placement
+from pipeline.protocol.classes import INTERACTIVE, WEIGHTS, Weights
 from pipeline.protocol.slots import SPILLING_OTHERS, SPILLING_OWN, Offer, Slots
 from pipeline.protocol.subjects import CLASSES, Shard
 
@@ -103,7 +104,7 @@ def test_now_and_then_the_backlog_of_others_goes_first() -> None:
         made.delivered(key, OWN if key < "e" else FOREIGN, 9, 0.0)
     chosen = []
     for number in range(8):
-        made.finished()
+        made.finished(INTERACTIVE)
         [offer] = made.offers(0.0)
         chosen.append(offer.shard)
         made.delivered(number, offer.shard, 9, 0.0)
@@ -118,11 +119,11 @@ def test_the_slots_know_their_own_part_of_the_load() -> None:
     made.load = 1.0
     assert made.offers(0.0) == []
     assert (made.load, made.spilling) == (1.0, True)
-    made.finished()
+    made.finished(INTERACTIVE)
     made.offers(0.0)
     assert (made.load, made.spilling) == (0.75, False), "the worker has not weighed itself since, and need not"
     made.load = 0.9
-    made.finished()
+    made.finished(INTERACTIVE)
     assert made.load == 0.9, "something else is scarcer"
 
 
@@ -137,13 +138,13 @@ def test_shards_with_backlog_share_exactly_the_free_slots_in_turn() -> None:
     made.rank({OWN: 0, ALSO: 0}, 0.0)
     made.delivered("a", OWN, 5, 0.0)
     made.delivered("b", ALSO, 5, 0.0)
-    made.finished()
+    made.finished(INTERACTIVE)
     [first] = made.offers(0.0)
     made.delivered("c", first.shard, 4, 0.0)
-    made.finished()
+    made.finished(INTERACTIVE)
     [second] = made.offers(0.0)
     assert {first.shard, second.shard} == {OWN, ALSO}
-    made.finished()
+    made.finished(INTERACTIVE)
     assert sum(offer.batch for offer in made.offers(0.0)) == 1
 
 
@@ -152,13 +153,13 @@ def test_a_pull_that_is_not_served_at_once_shows_that_the_backlog_is_gone_and_le
     made.rank({OWN: 0, ALSO: 0}, 0.0)
     made.delivered("a", OWN, 5, 0.0)
     made.delivered("b", ALSO, 5, 0.0)
-    made.finished()
+    made.finished(INTERACTIVE)
     [first] = made.offers(1.0)
     (other,) = {OWN, ALSO} - {first.shard}
     assert made.offers(1.0 + BACKLOG_UNSERVED_S / 2) == []
     assert made.offers(1.0 + 2 * BACKLOG_UNSERVED_S) == [Offer(other, 1, 0)]
     made.delivered("c", first.shard, 3, 1.2)
-    made.finished()
+    made.finished(INTERACTIVE)
     assert [offer.shard for offer in made.offers(1.2)] == [first.shard], "what came says more than what did not"
 
 
@@ -166,9 +167,9 @@ def test_a_surplus_message_takes_a_slot_that_frees_in_time() -> None:
     made = slots(1)
     made.delivered("a", OWN, 0, 0.0)
     assert not made.delivered("b", ALSO, 0, 0.0)
-    assert made.finished() == "b"
+    assert made.finished(INTERACTIVE) == "b"
     assert made.surplus(SURPLUS_HOLD_S * 2) == []
-    assert made.finished() is None
+    assert made.finished(INTERACTIVE) is None
 
 
 def test_a_surplus_message_that_comes_again_is_given_back_at_once() -> None:
@@ -187,7 +188,7 @@ def test_a_surplus_message_is_given_back_and_asked_for_as_soon_as_a_slot_frees()
     assert made.surplus(SURPLUS_HOLD_S / 2) == []
     assert made.surplus(SURPLUS_HOLD_S) == ["b"]
     assert made.offers(SURPLUS_HOLD_S) == []
-    made.finished()
+    made.finished(INTERACTIVE)
     assert ALSO in [offer.shard for offer in made.offers(SURPLUS_HOLD_S)]
 
 
@@ -196,8 +197,8 @@ def test_a_hot_shard_whose_surplus_has_found_a_slot_is_not_left_alone() -> None:
     made = slots(2)
     for key in "abc":
         made.delivered(key, OWN, 0, 0.0)
-    assert made.finished() == "c"
-    made.finished()
+    assert made.finished(INTERACTIVE) == "c"
+    made.finished(INTERACTIVE)
     assert OWN in [offer.shard for offer in made.offers(0.001)]
 
 
@@ -218,9 +219,10 @@ def test_a_delivery_costs_the_same_with_hundreds_of_shards() -> None:
         began_s = time.perf_counter()
         for number in range(100):
             now_s = lap + number / 1000
-            made.delivered(number, own[(lap + number) % len(own)], 0, now_s)
+            shard = own[(lap + number) % len(own)]
+            made.delivered(number, shard, 0, now_s)
             made.offers(now_s)
-            made.finished()
+            made.finished(shard.klass)
         best_s = min(best_s, (time.perf_counter() - began_s) / 100)
     assert best_s < 30e-6
 
@@ -238,7 +240,7 @@ def test_a_closed_worker_takes_nothing_and_gives_back_what_it_holds() -> None:
     made.close()
     assert made.surplus(0.0) == ["b"]
     assert not made.delivered("c", FOREIGN, 0, 0.0)
-    assert made.finished() is None
+    assert made.finished(INTERACTIVE) is None
     assert made.offers(10.0) == []
     assert made.free == 1
 
@@ -249,8 +251,8 @@ def test_a_worker_that_lingers_takes_what_its_last_pulls_bring_and_offers_nothin
     assert made.delivered("a", OWN, 0, 0.0)
     assert not made.delivered("b", ALSO, 0, 0.0)
     assert made.surplus(0.0) == [], "a slot may become free for it"
-    assert made.finished() == "b"
-    assert made.finished() is None
+    assert made.finished(INTERACTIVE) == "b"
+    assert made.finished(INTERACTIVE) is None
     assert made.offers(0.0) == []
     made.close()
     assert not made.delivered("c", FOREIGN, 0, 0.0)
@@ -273,10 +275,10 @@ def test_fewer_slots_than_requests_take_nothing_new_until_they_are_fewer() -> No
     made.resize(2)
     assert (made.free, made.load) == (0, 1.0)
     assert not made.delivered("more", ALSO, 0, 0.0)
-    assert [made.finished(), made.finished()] == [None, None]
-    assert made.finished() == "more"
+    assert [made.finished(INTERACTIVE), made.finished(INTERACTIVE)] == [None, None]
+    assert made.finished(INTERACTIVE) == "more"
     assert made.offers(0.0) == []
-    made.finished()
+    made.finished(INTERACTIVE)
     assert made.offers(0.0) != []
     assert made.free == 1
 
@@ -289,19 +291,133 @@ def test_more_slots_hold_more_hands_open_on_own_shards() -> None:
     assert Offer(OWN, 3, 0) in made.offers(0.0), "four hands, of which one stood there"
 
 
+def mixed(capacity: int, weights: Weights = WEIGHTS) -> Slots:
+    """A worker with one shard of each class, both its own."""
+    made = Slots(capacity, weights)
+    made.rank({OWN: 0, BATCH: 0}, 0.0)
+    return made
+
+
+def served(made: Slots, count: int, backlog: Mapping[Shard, int]) -> str:
+    """Of a full worker, whose requests take the slots as one after the other frees, with so much waiting behind each."""
+    order = ""
+    for number in range(count):
+        made.finished(INTERACTIVE)
+        [offer] = made.offers(0.0)
+        order += offer.shard.klass[0]
+        assert made.delivered(number, offer.shard, backlog[offer.shard], 0.0)
+        made._classes[offer.shard.klass].busy -= 1  # all slots are interactive here: batch never meets its bound
+        made._urgent.busy += 1
+    return order
+
+
+def test_while_both_wait_batch_gets_one_of_ten_slots() -> None:
+    made = mixed(4)
+    for key in "abcd":
+        made.delivered(key, OWN, 9, 0.0)
+    for key in "ef":
+        made.delivered(key, BATCH, 9, 0.0)
+    made.surplus(SURPLUS_HOLD_S)
+    assert served(made, 26, {OWN: 9, BATCH: 9}) == "iiiiib" + "i" * 9 + "b" + "i" * 9 + "b"
+
+
+def test_batch_takes_all_but_the_room_of_interactive_requests() -> None:
+    made = mixed(4)
+    taken = [made.delivered(key, BATCH, 9, 0.0) for key in "abcd"]
+    assert taken == [True, True, True, False]
+    assert made.surplus(SURPLUS_HOLD_S) == ["d"]
+    assert {offer.shard for offer in made.offers(0.0)} <= {OWN}, "there is no slot for batch"
+    assert made.delivered("e", OWN, 0, 0.0), "and one for an interactive request"
+    assert made.finished(INTERACTIVE) is None
+    made.finished(classes.BATCH)
+    assert made.offers(0.0)[-1].shard == BATCH
+
+
+def test_the_only_slot_is_anybodys() -> None:
+    made = mixed(1)
+    assert made.delivered("a", BATCH, 0, 0.0)
+    assert not made.delivered("b", OWN, 0, 0.0)
+    assert made.finished(classes.BATCH) == "b"
+
+
+def test_of_what_is_held_an_interactive_request_goes_first_unless_it_is_batchs_turn() -> None:
+    made = mixed(2, Weights(interactive_weight=1, batch_weight=1))
+    made.delivered("a", OWN, 0, 0.0)
+    made.delivered("b", BATCH, 0, 0.0)
+    assert not made.delivered("c", BATCH, 0, 0.0)
+    assert not made.delivered("d", OWN, 0, 0.0)
+    assert made.finished(INTERACTIVE) == "d", "batch has had its turn"
+    assert made.finished(INTERACTIVE) is None, "batch has all that it may have"
+    assert made.finished(classes.BATCH) == "c"
+
+
+def test_a_slot_is_kept_for_batch_on_its_turn_until_it_has_come_or_has_not() -> None:
+    made = mixed(2, Weights(interactive_weight=1, batch_weight=1))
+    made.delivered("a", OWN, 5, 0.0)
+    made.delivered("b", BATCH, 5, 0.0)
+    made.delivered("c", OWN, 5, 0.0)
+    made.surplus(SURPLUS_HOLD_S)
+    made.finished(classes.BATCH)
+    assert BATCH not in [offer.shard for offer in made.offers(1.0)], "it was its turn before"
+    made.delivered("d", OWN, 5, 1.0)
+    made.finished(INTERACTIVE)
+    assert BATCH in [offer.shard for offer in made.offers(1.0)]
+    assert not made.delivered("e", OWN, 5, 1.0), "a slot is free, and not for this one"
+    made.surplus(1.0 + SURPLUS_HOLD_S)
+    assert OWN in [offer.shard for offer in made.offers(1.0 + 2 * BACKLOG_UNSERVED_S)], "nothing of batch waits"
+    assert made.delivered("f", OWN, 5, 1.1)
+
+
+def test_batch_is_not_asked_for_while_interactive_requests_wait_unless_it_is_its_turn() -> None:
+    made = Slots(4)
+    made.rank({OWN: 0, ALSO: 0, BATCH: 0}, 0.0)
+    for key in "abcd":
+        made.delivered(key, OWN, 9, 0.0)
+    made.ended(BATCH, 2)
+    for turn in range(8):
+        made.finished(INTERACTIVE)
+        assert (BATCH in [offer.shard for offer in made.offers(0.0)]) == (turn == 5), "what waits there must be found"
+        made.delivered(turn, OWN, 9, 0.0)
+
+
+def test_slots_that_batch_holds_make_nobody_spill() -> None:
+    made = mixed(8)
+    for number in range(6):
+        made.delivered(number, BATCH, 9, 0.0)
+    made.delivered("a", OWN, 0, 0.0)
+    made.offers(0.0)
+    assert (made.load, made.urgent_load, made.spilling) == (7 / 8, 1 / 8, False)
+
+
+def test_weights_change_from_the_next_turn_on() -> None:
+    made = mixed(4)
+    made.weigh(Weights())
+    for key in "abcd":
+        made.delivered(key, OWN, 9, 0.0)
+    for key in "ef":
+        made.delivered(key, BATCH, 9, 0.0)
+    made.surplus(SURPLUS_HOLD_S)
+    made.weigh(Weights(interactive_weight=1, batch_weight=1, interactive_room=0.5))
+    assert served(made, 6, {OWN: 9, BATCH: 9}) == "ibibib"
+    assert made._batch_max == 2
+
+
 class SlotsMachine(RuleBasedStateMachine):
     """A broker with a few shards, against the slots: no overcommitment, nothing lost, no free slot beside a backlog."""
 
     shards = st.sampled_from([OWN, ALSO, FOREIGN, BATCH])
 
-    @initialize(capacity=st.integers(1, 5))
-    def begin(self, capacity: int) -> None:
-        self.slots = Slots(capacity)
+    @initialize(capacity=st.integers(1, 5), interactive=st.integers(1, 5), batch=st.integers(1, 3))
+    def begin(self, capacity: int, interactive: int, batch: int) -> None:
+        self.weights = Weights(interactive_weight=interactive, batch_weight=batch)
+        self.slots = Slots(capacity, self.weights)
         self.now_s = 0.0
         self.standing = dict.fromkeys([OWN, ALSO, FOREIGN, BATCH], 0)
-        self.running: set[int] = set()
-        self.held: set[int] = set()
+        self.running: dict[int, str] = {}
+        self.held: dict[int, str] = {}
         self.count = 0
+        self.starved = 0
+        """Slots that interactive requests have taken, one after the other, while we knew of batch requests that wait."""
         self.take(self.slots.rank({OWN: 0, ALSO: 0, FOREIGN: 1, BATCH: 0}, 0.0))
 
     def take(self, offers: list[Offer]) -> None:
@@ -309,13 +425,26 @@ class SlotsMachine(RuleBasedStateMachine):
             assert offer.batch > 0
             self.standing[offer.shard] += offer.batch
 
+    def begins(self, key: int, klass: str, batch_could: bool) -> None:
+        self.running[key] = klass
+        self.starved = self.starved + 1 if klass == INTERACTIVE and batch_could else 0
+
+    @property
+    def batch_could(self) -> bool:
+        """Whether batch waits, as far as the worker knows, and has room."""
+        return self.slots._batch.waits and self.slots.free_for_batch > 0
+
     @rule(shard=shards, backlog=st.integers(0, 3))
     def delivers(self, shard: Shard, backlog: int) -> None:
         if not self.standing[shard]:
             return
         self.standing[shard] -= 1
         self.count += 1
-        (self.running if self.slots.delivered(self.count, shard, backlog, self.now_s) else self.held).add(self.count)
+        could = self.batch_could
+        if self.slots.delivered(self.count, shard, backlog, self.now_s):
+            self.begins(self.count, shard.klass, could)
+        else:
+            self.held[self.count] = shard.klass
         self.take(self.slots.offers(self.now_s))
 
     @rule(shard=shards)
@@ -324,16 +453,17 @@ class SlotsMachine(RuleBasedStateMachine):
         self.standing[shard] = 0
         self.take(self.slots.offers(self.now_s))
 
-    @rule()
-    def finishes(self) -> None:
+    @rule(pick=st.integers(0, 9))
+    def finishes(self, pick: int) -> None:
         if not self.running:
             return
-        self.running.pop()
-        taken = self.slots.finished()
+        klass = self.running.pop(list(self.running)[pick % len(self.running)])
+        waited = self.slots._batch.waits and len([one for one in self.running.values() if one == classes.BATCH])
+        could = self.slots._batch.waits and waited < self.weights.most(self.slots.capacity)
+        taken = self.slots.finished(klass)
         if taken is not None:
             assert isinstance(taken, int)
-            self.held.remove(taken)
-            self.running.add(taken)
+            self.begins(taken, self.held.pop(taken), could)
         self.take(self.slots.offers(self.now_s))
 
     @rule(passed_s=st.floats(0.0, 0.2), load=st.floats(0.0, 1.0))
@@ -342,13 +472,25 @@ class SlotsMachine(RuleBasedStateMachine):
         self.slots.load = load
         for key in self.slots.surplus(self.now_s):
             assert isinstance(key, int)
-            self.held.remove(key)
+            del self.held[key]
+        owed = self.slots._turns.batch
         self.take(self.slots.offers(self.now_s))
+        if owed and not self.slots._turns.batch:
+            self.starved = 0  # it was asked for, and did not come
 
     @invariant()
     def slots_and_pulls_agree_with_the_broker(self) -> None:
         assert self.slots.busy == len(self.running) <= self.slots.capacity
+        assert self.slots._batch.busy == list(self.running.values()).count(classes.BATCH)
         assert self.slots.outstanding == sum(self.standing.values())
+
+    @invariant()
+    def batch_leaves_the_room_of_interactive_requests(self) -> None:
+        assert self.slots._batch.busy <= self.weights.most(self.slots.capacity)
+
+    @invariant()
+    def batch_is_not_starved(self) -> None:
+        assert self.starved <= self.weights.starved_max
 
     @invariant()
     def a_free_slot_has_an_open_hand_somewhere(self) -> None:
@@ -361,6 +503,9 @@ TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 WAITS_MAX_TICKS = 4
 """Of half a `SURPLUS_HOLD_S`: a message is held for that long, then a pull elsewhere stands unserved; each ends a tick late."""
+
+TURNS_MAX_TICKS = 8
+"""The same where both classes wait: a slot that was kept for batch, in vain, goes to interactive requests after that."""
 
 
 class Sent:
@@ -385,7 +530,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.waiting: dict[Shard, list[Sent]] = {shard: [] for shard in self.shards}
         self.pulls: list[tuple[int, int, str, Shard, float]] = []
         self.held: dict[tuple[str, int], Sent] = {}
-        self.running: dict[str, int] = {}
+        self.running: dict[str, list[str]] = {}
         self.joins(name="p0")
         self.joins(name="p1")
 
@@ -415,7 +560,7 @@ class FleetMachine(RuleBasedStateMachine):
                 sent.deliveries += 1
                 again = sent.deliveries > 1
                 if slots.delivered(self.count, shard, len(self.waiting[shard]), self.now_s, again=again):
-                    self.running[best[2]] += 1
+                    self.running[best[2]].append(shard.klass)
                 else:
                     self.held[best[2], self.count] = sent
                     self.give_back(best[2])
@@ -432,7 +577,7 @@ class FleetMachine(RuleBasedStateMachine):
     def joins(self, name: str) -> None:
         if name not in self.slots:
             self.slots[name] = Slots(self.capacity)
-            self.running[name] = 0
+            self.running[name] = []
             self.rank()
 
     @rule(name=st.sampled_from(names))
@@ -452,17 +597,15 @@ class FleetMachine(RuleBasedStateMachine):
             self.waiting[shard].append(Sent(shard, self.now_s))
             self.serve()
 
-    @rule(name=st.sampled_from(names))
-    def finishes(self, name: str) -> None:
+    @rule(name=st.sampled_from(names), pick=st.integers(0, 9))
+    def finishes(self, name: str, pick: int) -> None:
         if not self.running.get(name):
             return
-        slots = self.slots[name]
-        self.running[name] -= 1
-        taken = slots.finished()
+        slots, running = self.slots[name], self.running[name]
+        taken = slots.finished(running.pop(pick % len(running)))
         if taken is not None:
             assert isinstance(taken, int)
-            del self.held[name, taken]
-            self.running[name] += 1
+            running.append(self.held.pop((name, taken)).shard.klass)
         self.pull(name, slots.offers(self.now_s))
 
     @rule(name=st.sampled_from(names), load=st.floats(0.0, 1.0))
@@ -490,20 +633,29 @@ class FleetMachine(RuleBasedStateMachine):
     @rule()
     def nothing_waits_beside_a_free_slot(self) -> None:
         before = self.bounced
-        self.time_passes(ticks=WAITS_MAX_TICKS)
-        waits = self.held or any(self.waiting.values())
-        assert not waits or not any(slots.free for slots in self.slots.values())
+        self.time_passes(ticks=TURNS_MAX_TICKS if self.waits(classes.BATCH) else WAITS_MAX_TICKS)
+        assert not self.waits(INTERACTIVE) or not any(slots.free for slots in self.slots.values())
+        assert not self.waits(classes.BATCH) or not any(slots.free_for_batch for slots in self.slots.values())
+        waits = self.waits(INTERACTIVE) or self.waits(classes.BATCH)
         self.time_passes(ticks=20)
         assert not waits or self.bounced - before <= 2 * len(self.shards) * len(self.slots), (
             "backlog costs no deliveries"
         )
 
+    def waits(self, klass: str) -> bool:
+        """Whether anything of this class is held, or in the queue."""
+        held = any(sent.shard.klass == klass for sent in self.held.values())
+        return held or any(shard.klass == klass and waiting for shard, waiting in self.waiting.items())
+
     @invariant()
     def slots_and_pulls_agree_with_the_broker(self) -> None:
         for name, slots in self.slots.items():
-            assert 0 <= slots.busy == self.running[name] <= slots.capacity
+            assert 0 <= slots.busy == len(self.running[name]) <= slots.capacity
+            assert slots._batch.busy == self.running[name].count(classes.BATCH) <= Weights().most(slots.capacity)
             assert slots.outstanding == sum(pull[2] == name for pull in self.pulls)
-            assert not slots.free or not any(key[0] == name for key in self.held)
+            held = {sent.shard.klass for (holder, _), sent in self.held.items() if holder == name}
+            assert not slots.free_for_batch or classes.BATCH not in held
+            assert slots.free <= 1 or INTERACTIVE not in held, "one is kept for batch, where it is its turn"
 
     @invariant()
     def a_lane_lies_where_its_state_puts_it(self) -> None:
@@ -511,7 +663,7 @@ class FleetMachine(RuleBasedStateMachine):
             for lane in slots._lanes.values():
                 assert 0 <= lane.low <= lane.outstanding
                 assert lane.place is None or lane.place[lane.shard] is lane
-            for lanes in (slots._own, slots._others):
+            for lanes in (lanes for one in slots._classes.values() for lanes in (one.own, one.others)):
                 assert lanes.pulls == sum(lane.outstanding for lane in lanes.backlog.values())
                 assert all(lane.backlog for lane in lanes.backlog.values())
 

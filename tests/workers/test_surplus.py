@@ -32,7 +32,7 @@ async def test_a_surplus_message_that_cannot_be_given_back_takes_nobody_down(bro
         assert len(worker._held) == 2
         await anyio.sleep(3 * SURPLUS_HOLD_S)
         assert not worker._held
-        worker.slots.finished()
+        worker.slots.finished(SHARD.klass)
         broker.start()
         await until(lambda: bus.connected and made.bus.connected)
         assert isinstance((await made.ask()).end, Done)
