@@ -15,6 +15,7 @@ import msgspec
 from pipeline.errors import OperatorError
 from pipeline.limits import RESERVE_RATIO, SPILL_BACK_LOAD, SPILL_LOAD
 from pipeline.protocol.balancer import Rules
+from pipeline.protocol.classes import WEIGHTS, Weights
 from pipeline.protocol.keys import Key
 from pipeline.protocol.settings import Number, Source
 
@@ -162,6 +163,19 @@ class Credits(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reserve_ratio: Annotated[float, msgspec.Meta(ge=0, lt=1)] = RESERVE_RATIO
 
 
+class Classes(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How interactive and batch requests share (see `pipeline.protocol.classes`)."""
+
+    interactive_weight: Positive = WEIGHTS.interactive_weight
+    batch_weight: Positive = WEIGHTS.batch_weight
+    interactive_room: Annotated[float, msgspec.Meta(ge=0, lt=1)] = WEIGHTS.interactive_room
+
+    @property
+    def weights(self) -> Weights:
+        """As the one who decides reads them."""
+        return Weights(**{name: getattr(self, name) for name in Weights.__struct_fields__})
+
+
 class Balancer(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers for both change their roles as the load asks for it. Pressures are 0…1 (see `pipeline.protocol.balancer`)."""
 
@@ -262,6 +276,7 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     both: Both = Both(slots=16)
     placement: Placement = Placement()
     credits: Credits = Credits()
+    classes: Classes = Classes()
     balancer: Balancer = Balancer()
     lmcache: LMCache = LMCache()
     metrics: Metrics = Metrics()

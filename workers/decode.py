@@ -22,6 +22,7 @@ from pipeline.config import Config
 from pipeline.errors import EngineDead
 from pipeline.limits import REPEAT_PERIOD_S
 from pipeline.protocol import subjects
+from pipeline.protocol.classes import BATCH
 from pipeline.protocol.credits import ENDED_REMEMBERED, Consumption, GrantState, Ledger, Verdicts
 from pipeline.protocol.messages import (
     Ask,
@@ -80,7 +81,14 @@ class DecodeWorker:
         self.paused = False
         self.beside: Callable[[], int] = lambda: 0
         """Blocks that others than replies may hold in this engine."""
-        self.ledger = Ledger(me.id, me.epoch, engine.info.kv_blocks, config.credits.reserve_ratio, config.decode.slots)
+        self.ledger = Ledger(
+            me.id,
+            me.epoch,
+            engine.info.kv_blocks,
+            config.credits.reserve_ratio,
+            config.decode.slots,
+            config.classes.weights,
+        )
         self.desk = Desk(
             bus=bus,
             engine=engine,
@@ -154,6 +162,7 @@ class DecodeWorker:
         """The configuration has changed, in what may change while we run."""
         self.config = config
         self.ledger.resize(config.credits.reserve_ratio, config.decode.slots)
+        self.ledger.weigh(config.classes.weights)
 
     def presence(self) -> Presence:
         """What others may know of this worker."""
@@ -168,7 +177,8 @@ class DecodeWorker:
             load=1.0 - self.ledger.free / max(1, self.ledger.blocks),
             blocks=self.ledger.blocks,
             blocks_free=max(0, self.ledger.free - self.ledger.reserve),
-            asks_waiting=self.ledger.count(GrantState.WAITING),
+            asks_waiting=self.ledger.waiting(),
+            batch_asks_waiting=self.ledger.waiting(BATCH),
             model=info.model,
             max_model_len=info.max_model_len,
             block_size=info.block_size,

@@ -67,7 +67,7 @@ class PrefillWorker:
         """`leases`: kept elsewhere than on this event loop."""
         self.bus, self.engine, self.config, self.me, self.presences = bus, engine, config, me, presences
         self.clock: Callable[[], float] = outside.monotonic_s
-        self.slots = Slots(config.prefill.slots)
+        self.slots = Slots(config.prefill.slots, config.classes.weights)
         self.slots.thresholds = _thresholds(config)
         self.queued_tokens = 0
         self.ready = False
@@ -183,6 +183,7 @@ class PrefillWorker:
         """The configuration has changed, in what may change while we run."""
         self.config = self.desk.config = config
         self.slots.thresholds = _thresholds(config)
+        self.slots.weigh(config.classes.weights)
         self.slots.resize(config.prefill.slots)
         self._weigh()
         self._offer()

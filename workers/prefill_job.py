@@ -276,6 +276,7 @@ class PrefillJob(Job):
             self.desk.verdicts_at,
             sequences,
             self.desk.me.id,
+            self.stored.shard.klass,
         )
         asked_s, had = self._clock(), False
         while True:

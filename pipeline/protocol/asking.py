@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from pipeline.limits import REPEAT_PERIOD_S, SECOND_ASK_AFTER_S
+from pipeline.protocol.classes import INTERACTIVE
 from pipeline.protocol.messages import Ask, Presence, Return, Verdict
 
 ASKS_AT_ONCE_MAX: Final = 2
@@ -40,8 +41,8 @@ class _Asked(msgspec.Struct):
 class Asking:
     """One request's search for a grant. `grant` is set when it has one; `impossible` says why none can ever come.
 
-    `seats`: the sequences that it will be. `home` is the asker's own worker: where that decodes as well, and has room, what it
-    has prefilled need not travel. `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
+    `seats`: the sequences that it will be; `klass`: its class. `home` is the asker's own worker: where that decodes as well,
+    and has room, what it has prefilled need not travel. `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Asking:
         answer_to: str,
         seats: int = 1,
         home: str = "",
+        klass: str = INTERACTIVE,
     ) -> None:
         self.request = request
         self.claim = claim
@@ -61,6 +63,7 @@ class Asking:
         self.deadline_s = deadline_s
         self.answer_to = answer_to
         self.home = home
+        self.klass = klass
         self.grant: Grant | None = None
         self.impossible: str | None = None
         self._asked: dict[str, _Asked] = {}
@@ -161,8 +164,9 @@ class Asking:
         return max(drawn, key=lambda presence: (self._room(presence), presence.id))
 
     def _room(self, presence: Presence) -> int:
-        """Blocks that are free there, once those have theirs who wait."""
-        return presence.blocks_free - presence.asks_waiting * self.blocks
+        """Blocks that are free there, once those have theirs who wait, and would go before us."""
+        waiting = presence.asks_waiting - (presence.batch_asks_waiting if self.klass == INTERACTIVE else 0)
+        return presence.blocks_free - waiting * self.blocks
 
     def _ask(self, choice: Presence, now_s: float) -> Send:
         self._count += 1
@@ -178,6 +182,7 @@ class Asking:
             ask=ask_id,
             request=self.request,
             claim=self.claim,
+            klass=self.klass,
             blocks=self.blocks,
             seats=self.seats,
             deadline_s=self.deadline_s,

@@ -13,7 +13,9 @@ sequence that it will be there, and one that takes more than there are waits unt
 **An ask is a lease**: it is repeated under the same id while it is wanted, and answered with its present state: a lost message
 costs one period. Waiting asks are served in order, but one that has less time left than a quick reply has taken lately lets
 those go first that can still be whole: under overload, a first-in-first-out queue comes to serve none but requests that die
-half way.
+half way. Interactive asks are served before batch ones, with the turns and the room of `classes.py`: each class is a queue of its
+own, and batch holds no more than its bound of blocks and seats, or one request alone, where that needs more. What cannot be
+whole in time lets all others go first, of either class.
 
     granted in all = now granted + now consumed + released + expired + returned        at every step
     0 ≤ free ≤ total        seats taken ≤ seats that may be
@@ -34,6 +36,7 @@ from pipeline.limits import (
     GRANTS_PER_SEAT,
     RESERVE_RATIO,
 )
+from pipeline.protocol.classes import BATCH, INTERACTIVE, WEIGHTS, Turns, Weights
 from pipeline.protocol.messages import Account, Ask, Verdict
 
 ENDED_REMEMBERED: Final = 1024
@@ -89,6 +92,28 @@ class _Entry(msgspec.Struct):
     seats: int = 0
     """Taken by its grant: how many there may be can change meanwhile."""
 
+    @property
+    def klass(self) -> str:
+        """What is not batch is interactive, whatever it calls itself."""
+        return BATCH if self.ask.klass == BATCH else INTERACTIVE
+
+
+class _Class:
+    """What one class has of a ledger: asks that wait, what is granted and consumed, and how long its last replies have taken."""
+
+    def __init__(self) -> None:
+        self.waiting: OrderedDict[str, _Entry] = OrderedDict()
+        self.held = 0
+        self.blocks = 0
+        self.seats = 0
+        self.replies_s: deque[float] = deque(maxlen=REPLIES_REMEMBERED)
+
+    def hold(self, entry: _Entry, sign: Literal[1, -1]) -> None:
+        """One more is granted, or has ended."""
+        self.held += sign
+        self.blocks += sign * entry.ask.blocks
+        self.seats += sign * entry.seats
+
 
 Verdicts = list[tuple[str, Verdict]]
 """(subject to answer at, verdict)."""
@@ -101,7 +126,13 @@ class Ledger:
     """
 
     def __init__(
-        self, decode: str, epoch: str, blocks: int, reserve_ratio: float = RESERVE_RATIO, seats: int | None = None
+        self,
+        decode: str,
+        epoch: str,
+        blocks: int,
+        reserve_ratio: float = RESERVE_RATIO,
+        seats: int | None = None,
+        weights: Weights = WEIGHTS,
     ) -> None:
         self.decode = decode
         self.epoch = epoch
@@ -115,11 +146,21 @@ class Ledger:
         self.totals = Totals()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._waiting: OrderedDict[str, _Entry] = OrderedDict()
+        self._turns = Turns(weights)
+        self._classes = {INTERACTIVE: _Class(), BATCH: _Class()}
         self.open = True
         self.disagreements = 0
         self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
-        self._replies_s: deque[float] = deque(maxlen=REPLIES_REMEMBERED)
+
+    @property
+    def weights(self) -> Weights:
+        """How the classes share."""
+        return self._turns.weights
+
+    def weigh(self, weights: Weights) -> None:
+        """The classes share so, from the next grant on."""
+        if weights != self.weights:
+            self._turns = Turns(weights)
 
     def resize(self, reserve_ratio: float, seats: int | None) -> None:
         """Keep so much in reserve, and serve so many sequences at a time, from the next grant on."""
@@ -140,12 +181,12 @@ class Ledger:
             self.free -= change
             self.reserve = math.ceil(self.blocks * self._reserve_ratio)
 
-    @property
-    def quick_s(self) -> float:
-        """From handoff to release, for a reply that is quicker than most. 0 while too few have been measured."""
-        if len(self._replies_s) < REPLIES_MEASURED_MIN:
+    def quick_s(self, klass: str) -> float:
+        """From handoff to release, for a reply of this class that is quicker than most. 0 while too few have been measured."""
+        replies_s = self._classes[klass].replies_s
+        if len(replies_s) < REPLIES_MEASURED_MIN:
             return 0.0
-        return sorted(self._replies_s)[int(len(self._replies_s) * QUICK_RATIO)]
+        return sorted(replies_s)[int(len(replies_s) * QUICK_RATIO)]
 
     def ask(self, ask: Ask, now_s: float, left_s: float) -> Verdicts:
         """An ask, new or repeated. Answers with its present state, or with a refusal. `left_s`: until the request's deadline."""
@@ -154,11 +195,11 @@ class Ledger:
             # The first words count: a repeat renews an ask, and cannot change what it asks for.
             entry.heard_s = now_s
             return [self._verdict(entry)]
-        if reason := self._refusal(ask):
+        entry = _Entry(ask, GrantState.WAITING, now_s, now_s + left_s)
+        if reason := self._refusal(entry):
             self.totals.refused += 1
             return [self._refused(ask, reason)]
-        entry = _Entry(ask, GrantState.WAITING, now_s, now_s + left_s)
-        self._entries[ask.ask] = self._waiting[ask.ask] = entry
+        self._entries[ask.ask] = self._classes[entry.klass].waiting[ask.ask] = entry
         granted = self._grant(now_s)
         return granted if entry.state is GrantState.GRANTED else [*granted, self._verdict(entry)]
 
@@ -190,7 +231,7 @@ class Ledger:
         assert entry.state is GrantState.CONSUMED, entry
         self.totals.released += 1
         if whole:
-            self._replies_s.append(now_s - entry.consumed_s)
+            self._classes[entry.klass].replies_s.append(now_s - entry.consumed_s)
         self._drop(ask_id)
         self._ended[ask_id] = None
         if len(self._ended) > ENDED_REMEMBERED:
@@ -210,7 +251,7 @@ class Ledger:
     def close(self) -> Verdicts:
         """Grant nothing any more. Who waits is told, and asks elsewhere; what is granted stays so."""
         self.open = False
-        waiting = [entry.ask for entry in self._waiting.values()]
+        waiting = [entry.ask for entry in self._entries.values() if entry.state is GrantState.WAITING]
         for ask in waiting:
             self._drop(ask.ask)
         self.totals.refused += len(waiting)
@@ -233,6 +274,10 @@ class Ledger:
         """Blocks of the asks that are in this state now."""
         return sum(entry.ask.blocks for entry in self._entries.values() if entry.state is state)
 
+    def waiting(self, klass: str | None = None) -> int:
+        """Asks that wait, of this class or of both."""
+        return sum(len(one.waiting) for name, one in self._classes.items() if klass in (None, name))
+
     def account(self, engine_blocks: int, preemptions: int) -> Account:
         """The books, beside what the engine itself says it uses."""
         return Account(
@@ -241,7 +286,7 @@ class Ledger:
             blocks=self.blocks,
             free=self.free,
             reserve=self.reserve,
-            waiting=len(self._waiting),
+            waiting=self.waiting(),
             granted_now=self.count(GrantState.GRANTED),
             granted_blocks=self.blocks_in(GrantState.GRANTED),
             consumed_now=self.count(GrantState.CONSUMED),
@@ -274,14 +319,22 @@ class Ledger:
         assert self.seats == taken, (self.seats, taken)
         assert 0 <= self.free <= self.blocks, self.free
         assert self.free + held == self.blocks, (self.free, held, self.blocks)
-        assert self.count(GrantState.WAITING) == len(self._waiting) <= ASKS_WAITING_MAX
+        assert self.count(GrantState.WAITING) == self.waiting() <= ASKS_WAITING_MAX
+        for klass, one in self._classes.items():
+            mine = [entry for entry in self._entries.values() if entry.klass == klass]
+            assert all(entry.state is GrantState.WAITING for entry in one.waiting.values())
+            granted = [entry for entry in mine if entry.state is not GrantState.WAITING]
+            assert (one.held, one.blocks) == (len(granted), sum(entry.ask.blocks for entry in granted)), klass
+            assert one.seats == sum(entry.seats for entry in granted), klass
 
-    def _refusal(self, ask: Ask) -> str:
+    def _refusal(self, entry: _Entry) -> str:
+        ask = entry.ask
         if not self.open:
             return "takes nothing new"
         if ask.blocks > self.blocks - self.reserve:
             return f"needs {ask.blocks} KV blocks, and no request may hold more than {self.blocks - self.reserve}"
-        if len(self._waiting) >= ASKS_WAITING_MAX:
+        bound = self.weights.most(ASKS_WAITING_MAX) if entry.klass == BATCH else ASKS_WAITING_MAX
+        if self.waiting() >= ASKS_WAITING_MAX or len(self._classes[entry.klass].waiting) >= bound:
             return "too many asks wait"
         return ""
 
@@ -289,15 +342,15 @@ class Ledger:
         """Serve the waiting, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
         self._withhold()
         out: Verdicts = []
-        while self._waiting:
-            entry = self._next(now_s)
-            if not self._fits(entry.ask):
-                break
-            del self._waiting[entry.ask.ask]
+        while (entry := self._next(now_s)) is not None and self._fits(entry.ask):
+            of_class = self._classes[entry.klass]
+            del of_class.waiting[entry.ask.ask]
             entry.state = GrantState.GRANTED
             self.free -= entry.ask.blocks
             entry.seats = self._seats(entry.ask)
             self.seats += entry.seats
+            of_class.hold(entry, 1)
+            self._turns.served(entry.klass)
             self.totals.granted += 1
             out.append(self._verdict(entry))
         return out
@@ -311,19 +364,44 @@ class Ledger:
         """What it takes of them. All that there are, where it is more sequences: it runs alone, some after the others."""
         return ask.seats if self.seats_max is None else min(ask.seats, self.seats_max)
 
-    def _next(self, now_s: float) -> _Entry:
-        """The first of the waiting that has the time for a quick reply; where none has, the first of all."""
-        soon_s = now_s + self.quick_s
-        timely = (entry for entry in self._waiting.values() if entry.until_s >= soon_s)
-        return next(timely, None) or next(iter(self._waiting.values()))
+    def _next(self, now_s: float) -> _Entry | None:
+        """The first of the waiting that has the time for a quick reply; where none has, the first of all.
+
+        Those come first whose class's turn it is. Batch that has all it may have lets the others go on.
+        """
+        late: _Entry | None = None
+        for klass in self._turns.order:
+            waiting = self._classes[klass].waiting
+            if not waiting:
+                continue
+            soon_s = now_s + self.quick_s(klass)
+            timely = next((entry for entry in waiting.values() if entry.until_s >= soon_s), None)
+            first = timely or next(iter(waiting.values()))
+            if klass == BATCH and not self._leaves_room(first.ask):
+                continue
+            if timely is not None:
+                return timely
+            late = late or first
+        return late
+
+    def _leaves_room(self, ask: Ask) -> bool:
+        """Whether batch may hold so much more, or this one alone."""
+        batch, weights = self._classes[BATCH], self.weights
+        if not batch.held:
+            return True
+        if self.seats_max is not None and batch.seats + self._seats(ask) > weights.most(self.seats_max):
+            return False
+        return batch.blocks + ask.blocks <= weights.most(self.blocks - self.reserve)
 
     def _drop(self, ask_id: str) -> None:
         entry = self._entries.pop(ask_id)
+        of_class = self._classes[entry.klass]
         if entry.state is GrantState.WAITING:
-            del self._waiting[ask_id]
+            del of_class.waiting[ask_id]
         else:
             self.free += entry.ask.blocks
             self.seats -= entry.seats
+            of_class.hold(entry, -1)
 
     def _verdict(self, entry: _Entry) -> tuple[str, Verdict]:
         state: Literal["waiting", "granted"] = "waiting" if entry.state is GrantState.WAITING else "granted"

@@ -188,13 +188,15 @@ class Notice(msgspec.Struct, frozen=True, tag="notice"):
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):
     """May `blocks` KV blocks be kept for this request? Repeated with the same `ask` id while it is wanted: an ask is a lease.
 
-    `seats`: sequences that it will be. `answer_to` is where verdicts go, now and later. `deadline_s` is Unix time.
+    `klass` is the request's class, `seats` the sequences that it will be. `answer_to` is where verdicts go, now and later.
+    `deadline_s` is Unix time.
     """
 
     v: Version = 1
     ask: str
     request: str
     claim: str
+    klass: str = "interactive"
     blocks: int
     seats: int = 1
     deadline_s: float
@@ -324,6 +326,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     blocks: int = 0
     blocks_free: int = 0
     asks_waiting: int = 0
+    batch_asks_waiting: int = 0
+    """Of a decode worker's waiting asks, those that let interactive ones go first."""
     model: str = ""
     max_model_len: int = 0
     block_size: int = 0

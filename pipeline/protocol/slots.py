@@ -190,21 +190,21 @@ class Slots:
         """0…1: what the worker said last, but for its slots, of which we always know."""
         return min(1.0, max(self._scarcer, self.busy / self.capacity))
 
+    @load.setter
+    def load(self, said: float) -> None:
+        self._scarcer = said if said > self.busy / self.capacity else 0.0
+
     @property
     def urgent_load(self) -> float:
         """The same, without the slots that batch holds."""
         return min(1.0, max(self._scarcer, self._urgent.busy / self.capacity))
-
-    @load.setter
-    def load(self, said: float) -> None:
-        self._scarcer = said if said > self.busy / self.capacity else 0.0
 
     def resize(self, capacity: int) -> None:
         """There are so many slots now. Where more are busy, nothing new is taken until they are fewer."""
         if capacity == self.capacity:
             return
         self.capacity = capacity
-        self._batch_max = self._turns.weights.most(capacity)
+        self._batch_max = self.weights.most(capacity)
         own = [lane for lane in self._lanes.values() if lane.rank == 0]
         for lane in own:
             self._lift(lane)
@@ -213,9 +213,14 @@ class Slots:
         for lane in own:
             self._lay(lane)
 
+    @property
+    def weights(self) -> Weights:
+        """How the classes share."""
+        return self._turns.weights
+
     def weigh(self, weights: Weights) -> None:
         """The classes share so, from the next turn on."""
-        if weights != self._turns.weights:
+        if weights != self.weights:
             self._turns = Turns(weights)
             self._batch_max = weights.most(self.capacity)
 

@@ -9,8 +9,17 @@ from pipeline.protocol.messages import Ask, Presence, Return, Verdict
 FAR_S = 1e12
 
 
-def peer(name: str, free: int = 100, *, ready: bool = True, waiting: int = 0) -> Presence:
-    return Presence(role="decode", id=name, epoch="e1", ready=ready, blocks=200, blocks_free=free, asks_waiting=waiting)
+def peer(name: str, free: int = 100, *, ready: bool = True, waiting: int = 0, batch: int = 0) -> Presence:
+    return Presence(
+        role="decode",
+        id=name,
+        epoch="e1",
+        ready=ready,
+        blocks=200,
+        blocks_free=free,
+        asks_waiting=waiting,
+        batch_asks_waiting=batch,
+    )
 
 
 def asking(seats: int = 1) -> Asking:
@@ -38,10 +47,17 @@ def test_of_two_drawn_workers_the_one_with_more_room_is_asked() -> None:
     assert [sent.decode for sent in asking().tick(0.0, crowded, (0.0, 0.9))] == ["b"]
 
 
-def test_an_ask_says_how_many_sequences_it_will_be() -> None:
+def test_an_ask_says_how_many_sequences_it_will_be_and_of_which_class() -> None:
     [sent] = asking(seats=4).tick(0.0, [peer("a")], (0.0, 0.0))
     assert isinstance(sent.message, Ask)
-    assert (sent.message.blocks, sent.message.seats) == (10, 4)
+    assert (sent.message.blocks, sent.message.seats, sent.message.klass) == (10, 4, "interactive")
+
+
+@pytest.mark.parametrize(("klass", "chosen"), [("interactive", "a"), ("batch", "b")])
+def test_batch_that_waits_somewhere_is_in_nobodys_way_but_batchs(klass: str, chosen: str) -> None:
+    crowded = peer("a", 50, waiting=9, batch=9)
+    search = Asking("r", "c", 10, FAR_S, "inbox", klass=klass)
+    assert [sent.decode for sent in search.tick(0.0, [crowded, peer("b", 40)], (0.0, 0.9))] == [chosen]
 
 
 def test_what_was_prefilled_here_is_decoded_here_where_there_is_room() -> None:

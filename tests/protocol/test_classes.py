@@ -32,11 +32,12 @@ def test_turns_are_shared_by_weight(interactive: int, batch: int, served: str) -
 def test_a_turn_that_batch_does_not_take_passes() -> None:
     made = Turns(Weights(interactive_weight=1, batch_weight=1))
     made.passed()
-    assert not made.batch, "it was not batch's"
+    orders = [made.order]
     made.served(INTERACTIVE)
-    assert made.batch
+    orders.append(made.order)
     made.passed()
-    assert not made.batch
+    orders.append(made.order)
+    assert [order[0] for order in orders] == [INTERACTIVE, BATCH, INTERACTIVE], "at first it was not batch's"
 
 
 weights = st.builds(Weights, interactive_weight=st.integers(1, 50), batch_weight=st.integers(1, 50))

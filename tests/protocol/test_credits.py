@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pipeline.limits import ASK_SILENT_MAX_S, ASKS_WAITING_MAX
+from pipeline.protocol.classes import BATCH, INTERACTIVE, WEIGHTS, Weights
 from pipeline.protocol.credits import (
     ENDED_REMEMBERED,
     RECONCILED_WITH,
@@ -23,10 +24,21 @@ from pipeline.protocol.messages import Ask
 FAR_S = 1e12
 
 
-def ask(name: str, blocks: int = 10, seats: int = 1) -> Ask:
+def ask(name: str, blocks: int = 10, seats: int = 1, klass: str = INTERACTIVE) -> Ask:
     return Ask(
-        ask=name, request="r", claim="c", blocks=blocks, seats=seats, deadline_s=FAR_S, answer_to=f"inbox.{name}"
+        ask=name,
+        request="r",
+        claim="c",
+        klass=klass,
+        blocks=blocks,
+        seats=seats,
+        deadline_s=FAR_S,
+        answer_to=f"inbox.{name}",
     )
+
+
+def batch(name: str, blocks: int = 10, seats: int = 1) -> Ask:
+    return ask(name, blocks, seats, BATCH)
 
 
 def ledger(blocks: int = 100) -> Ledger:
@@ -299,13 +311,108 @@ def test_where_all_are_late_they_are_served_in_order() -> None:
 
 def test_how_long_a_reply_takes_is_measured_by_whole_ones_and_not_by_few() -> None:
     book = ledger()
-    assert book.quick_s == 0.0
+    assert book.quick_s(INTERACTIVE) == 0.0
     for number in range(2 * REPLIES_REMEMBERED):
         book.ask(ask(f"{number}"), 0.0, FAR_S)
         book.consume(f"{number}", "e1", 0.0)
         book.release(f"{number}", float(number), whole=number % 2 == 1)
-        assert (book.quick_s > 0) == (number // 2 >= REPLIES_MEASURED_MIN - (number % 2))
-    assert book.quick_s == 7.0, "of 1, 3, … 63 a tenth are quicker"
+        assert (book.quick_s(INTERACTIVE) > 0) == (number // 2 >= REPLIES_MEASURED_MIN - (number % 2))
+    assert book.quick_s(INTERACTIVE) == 7.0, "of 1, 3, … 63 a tenth are quicker"
+
+
+def test_interactive_asks_are_granted_before_batch_ones_that_came_earlier() -> None:
+    book = ledger()
+    book.ask(ask("a", 90), 0.0, FAR_S)
+    book.ask(batch("later"), 0.0, FAR_S)
+    book.ask(ask("sooner"), 0.0, FAR_S)
+    assert [verdict.ask for _, verdict in book.give_back("a", 0.0)] == ["sooner", "later"]
+
+
+def test_of_ten_grants_one_is_batchs_while_both_wait() -> None:
+    book = ledger(20)  # of which one has 10, and there is no room for two
+    book.ask(ask("first"), 0.0, FAR_S)
+    for number in range(20):
+        book.ask(ask(f"i{number}"), 0.0, FAR_S)
+        book.ask(batch(f"b{number}"), 0.0, FAR_S)
+    served, granted = "", "first"
+    for _ in range(20):
+        [(_, verdict)] = book.give_back(granted, 0.0)
+        granted = verdict.ask
+        served += granted[0]
+    assert served == "i" * 8 + "b" + "i" * 9 + "bi"
+    book.check()
+
+
+def test_batch_leaves_a_quarter_of_the_blocks_and_seats_to_interactive_requests() -> None:
+    book = ledger()
+    assert states(book.ask(batch("a", 60), 0.0, FAR_S)) == {"a": "granted"}
+    assert states(book.ask(batch("b", 8), 0.0, FAR_S)) == {"b": "waiting"}, "of 90 blocks it may have 67"
+    assert states(book.ask(ask("c", 30), 0.0, FAR_S)) == {"c": "granted"}, "who is not held up by it"
+    seated = Ledger("decode-1", "e1", 100, seats=4)
+    asked = [batch("1", 1), batch("2", 1), batch("3", 1), batch("4", 1), ask("5", 1)]
+    assert [states(seated.ask(one, 0.0, FAR_S))[one.ask] for one in asked] == [*["granted"] * 3, "waiting", "granted"]
+    assert states(seated.give_back("1", 0.0)) == {"4": "granted"}
+
+
+def test_a_batch_request_that_needs_more_than_its_class_may_have_goes_alone() -> None:
+    book = ledger()
+    book.ask(batch("small", 1), 0.0, FAR_S)
+    assert states(book.ask(batch("huge", 90), 0.0, FAR_S)) == {"huge": "waiting"}
+    assert states(book.ask(batch("small too", 1), 0.0, FAR_S)) == {"small too": "waiting"}, (
+        "it may not starve the huge one"
+    )
+    assert states(book.give_back("small", 0.0)) == {"huge": "granted"}
+    book.check()
+
+
+def test_batch_whose_turn_it_is_holds_up_the_others_until_it_fits() -> None:
+    book = Ledger("decode-1", "e1", 100, weights=Weights(interactive_weight=1, batch_weight=1))
+    book.ask(ask("a", 45), 0.0, FAR_S)
+    book.ask(ask("b", 45), 0.0, FAR_S)
+    book.ask(batch("c", 60), 0.0, FAR_S)
+    book.ask(ask("d", 45), 0.0, FAR_S)
+    assert book.give_back("a", 0.0) == [], "half of what it needs is no use"
+    assert states(book.give_back("b", 0.0)) == {"c": "granted"}
+    assert states(book.give_back("c", 0.0)) == {"d": "granted"}
+
+
+def test_what_cannot_be_whole_in_time_lets_both_classes_go_first() -> None:
+    book = experienced(reply_s=2.0)
+    book.ask(ask("doomed"), 10.0, 1.0)
+    book.ask(batch("in time"), 10.0, FAR_S)
+    book.ask(batch("doomed batch"), 10.0, 0.5)
+    assert states(book.give_back("running", 10.0)) == {"in time": "granted"}
+    assert states(book.give_back("on its way", 10.0)) == {"doomed": "granted"}
+
+
+def test_each_class_has_its_own_quick_reply() -> None:
+    book = experienced(reply_s=2.0)
+    assert (book.quick_s(INTERACTIVE), book.quick_s(BATCH)) == (2.0, 0.0)
+
+
+def test_batch_asks_leave_places_in_the_queue() -> None:
+    book = ledger()
+    book.ask(ask("a", 90), 0.0, FAR_S)
+    most = WEIGHTS.most(ASKS_WAITING_MAX)
+    for number in range(most):
+        book.ask(batch(f"{number}"), 0.0, FAR_S)
+    assert states(book.ask(batch("too many"), 0.0, FAR_S)) == {"too many": "refused"}
+    assert states(book.ask(ask("welcome"), 0.0, FAR_S)) == {"welcome": "waiting"}
+    assert (book.waiting(), book.waiting(BATCH)) == (most + 1, most)
+
+
+def test_a_class_that_nobody_knows_is_not_put_off() -> None:
+    book = ledger()
+    book.ask(ask("a", 60, klass="new"), 0.0, FAR_S)
+    assert states(book.ask(ask("b", 30, klass="new"), 0.0, FAR_S)) == {"b": "granted"}
+
+
+def test_weights_change_from_the_next_grant_on() -> None:
+    book = ledger()
+    book.weigh(WEIGHTS)
+    book.weigh(Weights(interactive_room=0.0))
+    assert states(book.ask(batch("a", 1), 0.0, FAR_S)) == {"a": "granted"}
+    assert states(book.ask(batch("b", 89), 0.0, FAR_S)) == {"b": "granted"}
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -313,20 +420,52 @@ class LedgerMachine(RuleBasedStateMachine):
 
     names = st.sampled_from([f"a{number}" for number in range(12)])
 
-    @initialize(blocks=st.integers(1, 60), seats=st.none() | st.integers(1, 6))
-    def begin(self, blocks: int, seats: int | None) -> None:
-        self.book = Ledger("decode-1", "e1", blocks, seats=seats)
+    @initialize(
+        blocks=st.integers(1, 60),
+        seats=st.none() | st.integers(1, 6),
+        weights=st.builds(Weights, interactive_weight=st.integers(1, 4), batch_weight=st.integers(1, 2)),
+    )
+    def begin(self, blocks: int, seats: int | None, weights: Weights) -> None:
+        self.weights = weights
+        self.book = Ledger("decode-1", "e1", blocks, seats=seats, weights=weights)
         self.now_s = 0.0
+        self.starved = 0
+        """Interactive asks that were granted one after the other while batch waited that might have been."""
         self.consumed: set[str] = set()
 
-    @rule(name=names, blocks=st.integers(1, 40), seats=st.integers(1, 9), left_s=st.floats(0.0, 5.0))
-    def asks(self, name: str, blocks: int, seats: int, left_s: float) -> None:
+    def counted(self, verdicts: Verdicts) -> None:
+        """Who was granted, in order."""
+        for _, verdict in verdicts:
+            if verdict.state != "granted":
+                continue
+            if self.book._entries[verdict.ask].klass == BATCH:
+                self.starved = 0
+            elif self.batch_could:
+                self.starved += 1
+
+    @property
+    def batch_could(self) -> bool:
+        """Whether the batch request that is next has time, and is not held back by what batch may have in all."""
+        soon_s = self.now_s + self.book.quick_s(BATCH)
+        timely = [one for one in self.book._classes[BATCH].waiting.values() if one.until_s >= soon_s]
+        return bool(timely) and self.book._leaves_room(timely[0].ask)
+
+    @rule(
+        name=names,
+        blocks=st.integers(1, 40),
+        seats=st.integers(1, 9),
+        left_s=st.floats(0.0, 5.0),
+        klass=st.sampled_from([INTERACTIVE, BATCH]),
+    )
+    def asks(self, name: str, blocks: int, seats: int, left_s: float, klass: str) -> None:
+        known = name in self.book._entries
         if self.book.consume(name, "other", 0.0) is Consumption.OLD_EPOCH and name not in self.consumed:
-            self.book.ask(ask(name, blocks, seats), self.now_s, left_s)
+            verdicts = self.book.ask(ask(name, blocks, seats, klass), self.now_s, left_s)
+            self.counted([] if known else verdicts)
 
     @rule(name=names)
     def gives_back(self, name: str) -> None:
-        self.book.give_back(name, self.now_s)
+        self.counted(self.book.give_back(name, self.now_s))
 
     @rule(name=names)
     def hands_off(self, name: str) -> None:
@@ -337,17 +476,17 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(name=names)
     def finishes(self, name: str) -> None:
         if name in self.consumed and self.book._entries.get(name):
-            self.book.release(name, self.now_s, whole=True)
+            self.counted(self.book.release(name, self.now_s, whole=True))
 
     @rule(blocks=st.integers(0, 60))
     def a_role_changes(self, blocks: int) -> None:
         self.book.withhold(blocks)
-        self.book.tick(self.now_s)
+        self.counted(self.book.tick(self.now_s))
 
     @rule(passed_s=st.floats(0.0, 1.0))
     def time_passes(self, passed_s: float) -> None:
         self.now_s += passed_s
-        self.book.tick(self.now_s)
+        self.counted(self.book.tick(self.now_s))
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -355,11 +494,28 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_what_is_free(self) -> None:
-        if self.book._waiting:
-            first = self.book._next(self.now_s).ask
+        entry = self.book._next(self.now_s)
+        if entry is not None:
+            first = entry.ask
             lacks_blocks = self.book.free - first.blocks < self.book.reserve
             room = math.inf if self.book.seats_max is None else self.book.seats_max - self.book.seats
             assert lacks_blocks or room < min(first.seats, self.book.seats_max or 0)
+
+    @invariant()
+    def nobody_is_held_back_but_batch_that_has_all_it_may(self) -> None:
+        if self.book.waiting() and self.book._next(self.now_s) is None:
+            assert not self.book.waiting(INTERACTIVE)
+            assert self.book._classes[BATCH].held
+
+    @invariant()
+    def batch_leaves_room_unless_one_request_is_more(self) -> None:
+        batch = self.book._classes[BATCH]
+        if self.book.seats_max is not None:
+            assert batch.seats <= self.weights.most(self.book.seats_max) or batch.held == 1
+
+    @invariant()
+    def batch_is_not_starved(self) -> None:
+        assert self.starved <= self.weights.starved_max
 
     @invariant()
     def the_engine_gets_no_more_sequences_than_it_has_room_for_unless_one_request_is_more(self) -> None:

@@ -417,7 +417,7 @@ class SlotsMachine(RuleBasedStateMachine):
         self.held: dict[int, str] = {}
         self.count = 0
         self.starved = 0
-        """Slots that interactive requests have taken, one after the other, while we knew of batch requests that wait."""
+        """Interactive requests that, one after the other, have taken the last slot while we knew of batch that waits."""
         self.take(self.slots.rank({OWN: 0, ALSO: 0, FOREIGN: 1, BATCH: 0}, 0.0))
 
     def take(self, offers: list[Offer]) -> None:
@@ -427,7 +427,10 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def begins(self, key: int, klass: str, batch_could: bool) -> None:
         self.running[key] = klass
-        self.starved = self.starved + 1 if klass == INTERACTIVE and batch_could else 0
+        if klass == classes.BATCH or not batch_could:
+            self.starved = 0
+        elif not self.slots.free_for_batch:
+            self.starved += 1
 
     @property
     def batch_could(self) -> bool:
