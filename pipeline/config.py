@@ -168,7 +168,8 @@ class Classes(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     interactive_weight: Positive = WEIGHTS.interactive_weight
     batch_weight: Positive = WEIGHTS.batch_weight
-    interactive_room: Annotated[float, msgspec.Meta(ge=0, lt=1)] = WEIGHTS.interactive_room
+    prefill_room: Annotated[float, msgspec.Meta(ge=0, lt=1)] = WEIGHTS.prefill_room
+    decode_room: Annotated[float, msgspec.Meta(ge=0, lt=1)] = WEIGHTS.decode_room
 
     @property
     def weights(self) -> Weights:

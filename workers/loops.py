@@ -253,7 +253,9 @@ class Loops:
         """As the loops read it: an engine for both has its own table, and as many prefill slots as its role has now."""
         if self.built_for != "both":
             return config
-        return replace(config, prefill=replace(config.prefill, slots=slots), decode=config.both)
+        step_tokens = config.both.max_num_batched_tokens
+        prefill = replace(config.prefill, slots=slots, max_num_batched_tokens=step_tokens)
+        return replace(config, prefill=prefill, decode=config.both)
 
 
 def sizes_of(config: Config, engine: Engine) -> Sizes:

@@ -45,6 +45,7 @@ from workers.prefill_job import PrefillJob
 from workers.referred import Shelf
 from workers.served import Served
 from workers.starts import Starts
+from workers.visits import Visits
 from workers.warm_up import WarmUps
 from workers.warmth import Warmth
 
@@ -99,6 +100,7 @@ class PrefillWorker:
             suspects=anyio.Semaphore(1),
             shelf=Shelf(self.personas, Conversations(bus), config.conversations),
             expects=self.warmth.expects,
+            visits=Visits(engine, config.prefill.max_num_batched_tokens, config.classes.weights, self.clock),
             spans=self.spans,
             clock=self.clock,
         )
@@ -184,6 +186,7 @@ class PrefillWorker:
         self.config = self.desk.config = config
         self.slots.thresholds = _thresholds(config)
         self.slots.weigh(config.classes.weights)
+        self.desk.visits.weigh(config.classes.weights)
         self.slots.resize(config.prefill.slots)
         self._weigh()
         self._offer()

@@ -15,14 +15,16 @@ from workers.identity import Identity
 from workers.leases import Leases
 from workers.referred import Shelf
 from workers.starts import Starts
+from workers.visits import Visits
 
 
 class Desk(msgspec.Struct, kw_only=True):
     """Its parts, and what a job asks of its worker. `config` may be replaced while jobs run.
 
     `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
-    `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, and `silence_s` how long a decode
-    worker has not been heard. `suspects` lets in one request at a time that workers have died with. `shelf`: what they refer to.
+    `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, `visits` lets prompts into the
+    engine, and `silence_s` says how long a decode worker has not been heard. `suspects` lets in one request at a time that
+    workers have died with. `shelf`: what they refer to.
     """
 
     bus: Bus
@@ -39,6 +41,7 @@ class Desk(msgspec.Struct, kw_only=True):
     weigh: Callable[[int], None]
     rendered: Callable[[str, str, bytes], None]
     expects: Callable[[str, Sequence[int]], int]
+    visits: Visits
     suspects: anyio.Semaphore
     shelf: Shelf
     spans: Spans

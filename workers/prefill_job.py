@@ -268,15 +268,11 @@ class PrefillJob(Job):
         if self.asking is not None:
             return  # the first search goes on, and has seen that its grant is lost
         sequences = self.intake.asked.n or 1
+        blocks = blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size, sequences)
+        request, until_s, answer_at = self.address.request, self.intake.deadline_s, self.desk.verdicts_at
+        home, klass = self.desk.me.id, self.intake.klass
         self.asking = Asking(
-            self.address.request,
-            self.holding.claim,
-            blocks_needed(len(self._ids), self._max_tokens, self.desk.engine.info.block_size, sequences),
-            self.intake.deadline_s,
-            self.desk.verdicts_at,
-            sequences,
-            self.desk.me.id,
-            self.stored.shard.klass,
+            request, self.holding.claim, blocks, until_s, answer_at, seats=sequences, home=home, klass=klass
         )
         asked_s, had = self._clock(), False
         while True:
@@ -300,8 +296,9 @@ class PrefillJob(Job):
         if little and prompt_logprobs(self._tree) is None:
             self._go_direct()
             return
-        prefilled = await self.desk.engine.prefill(
-            self.holding.claim, prompt, self.salt, self._tree, trace=self.span.context
+        klass = self.intake.klass
+        prefilled = await self.desk.visits.prefill(
+            self.holding.claim, klass, prompt, expected, self.salt, self._tree, self.span.context, self.check_deadline
         )
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))

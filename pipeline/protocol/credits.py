@@ -167,6 +167,7 @@ class Ledger:
         self._reserve_ratio = reserve_ratio
         self.reserve = math.ceil(self.blocks * reserve_ratio)
         self.seats_max = None if seats is None else math.ceil(seats * GRANTS_PER_SEAT)
+        self._engine_seats = seats
 
     def withhold(self, blocks: int, *, for_good: bool = True) -> None:
         """Keep so many blocks of the engine for others than replies: those that are free at once, more as they come back."""
@@ -385,11 +386,14 @@ class Ledger:
         return late
 
     def _leaves_room(self, ask: Ask) -> bool:
-        """Whether batch may hold so much more, or this one alone."""
+        """Whether batch may hold so much more, or this one alone.
+
+        The room is one of seats that the engine has: what is granted beyond them would be waited for inside it.
+        """
         batch, weights = self._classes[BATCH], self.weights
         if not batch.held:
             return True
-        if self.seats_max is not None and batch.seats + self._seats(ask) > weights.most(self.seats_max):
+        if self._engine_seats is not None and batch.seats + self._seats(ask) > weights.most(self._engine_seats):
             return False
         return batch.blocks + ask.blocks <= weights.most(self.blocks - self.reserve)
 

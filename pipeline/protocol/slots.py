@@ -167,7 +167,7 @@ class Slots:
         """Pulls that stand at the broker."""
         self._scarcer = 0.0
         self._turns = Turns(weights)
-        self._batch_max = weights.most(capacity)
+        self._batch_max = weights.slots_most(capacity)
         self._classes = {klass: _Class(capacity) for klass in CLASSES}
         self._urgent, self._batch = self._classes[INTERACTIVE], self._classes[BATCH]
         self._lanes: dict[Shard, _Lane] = {}
@@ -204,7 +204,7 @@ class Slots:
         if capacity == self.capacity:
             return
         self.capacity = capacity
-        self._batch_max = self.weights.most(capacity)
+        self._batch_max = self.weights.slots_most(capacity)
         own = [lane for lane in self._lanes.values() if lane.rank == 0]
         for lane in own:
             self._lift(lane)
@@ -222,7 +222,7 @@ class Slots:
         """The classes share so, from the next turn on."""
         if weights != self.weights:
             self._turns = Turns(weights)
-            self._batch_max = weights.most(self.capacity)
+            self._batch_max = weights.slots_most(self.capacity)
 
     def rank(self, ranks: Mapping[Shard, int], now_s: float) -> list[Offer]:
         """The ranks have changed. Pulls that stand keep their old priority until they end."""

@@ -32,12 +32,12 @@ def test_a_setting_changes_in_all_processes_at_once_and_survives_a_restart(broke
             assert made.prefill().slots.capacity == 9
             assert (await headrace(config, "set", "credits.reserve_ratio", "0.5")).exit_code == 0
             assert made.decode().ledger.reserve == made.decode().ledger.blocks / 2
-            assert (await headrace(config, "set", "classes.interactive_room", "0.5")).exit_code == 0
-            assert made.prefill().slots.weights.interactive_room == 0.5
-            assert made.decode().ledger.weights.interactive_room == 0.5
+            assert (await headrace(config, "set", "classes.decode_room", "0.5")).exit_code == 0
+            assert made.prefill().slots.weights.decode_room == 0.5
+            assert made.decode().ledger.weights.decode_room == 0.5
             await made.add("prefill", "prefill-2")
             assert made.prefill("prefill-2").slots.capacity == 9
-            assert made.prefill("prefill-2").slots.weights.interactive_room == 0.5
+            assert made.prefill("prefill-2").slots.weights.decode_room == 0.5
             again = await headrace(config, "set", "prefill.slots", "3")
             assert "prefill.slots = 3" in again.stdout
             back = await headrace(config, "unset", "prefill.slots")

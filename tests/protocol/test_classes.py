@@ -76,4 +76,5 @@ def test_whatever_came_before_interactive_requests_wait_for_no_more_than_batchs_
     [(1, 0.25, 1), (2, 0.25, 1), (4, 0.25, 3), (16, 0.25, 12), (4, 0.0, 4), (4, 1.0, 1), (0, 0.25, 1)],
 )
 def test_batch_leaves_room_but_may_always_hold_one_place(places: int, room: float, most: int) -> None:
-    assert Weights(interactive_room=room).most(places) == most
+    assert Weights(decode_room=room).most(places) == most
+    assert Weights(prefill_room=room).slots_most(places) == most

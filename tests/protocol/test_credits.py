@@ -410,7 +410,7 @@ def test_a_class_that_nobody_knows_is_not_put_off() -> None:
 def test_weights_change_from_the_next_grant_on() -> None:
     book = ledger()
     book.weigh(WEIGHTS)
-    book.weigh(Weights(interactive_room=0.0))
+    book.weigh(Weights(decode_room=0.0))
     assert states(book.ask(batch("a", 1), 0.0, FAR_S)) == {"a": "granted"}
     assert states(book.ask(batch("b", 89), 0.0, FAR_S)) == {"b": "granted"}
 
@@ -426,7 +426,7 @@ class LedgerMachine(RuleBasedStateMachine):
         weights=st.builds(Weights, interactive_weight=st.integers(1, 4), batch_weight=st.integers(1, 2)),
     )
     def begin(self, blocks: int, seats: int | None, weights: Weights) -> None:
-        self.weights = weights
+        self.weights, self.seats = weights, seats
         self.book = Ledger("decode-1", "e1", blocks, seats=seats, weights=weights)
         self.now_s = 0.0
         self.starved = 0
@@ -510,8 +510,8 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def batch_leaves_room_unless_one_request_is_more(self) -> None:
         batch = self.book._classes[BATCH]
-        if self.book.seats_max is not None:
-            assert batch.seats <= self.weights.most(self.book.seats_max) or batch.held == 1
+        if self.seats is not None:
+            assert batch.seats <= self.weights.most(self.seats) or batch.held == 1
 
     @invariant()
     def batch_is_not_starved(self) -> None:

@@ -36,7 +36,7 @@ def test_what_is_within_bounds_is_taken(key: str, text: str, value: float) -> No
         ("prefill.slots", "0", "from 1 to 1,024, and 0 is not"),
         ("prefill.slots", "2.5", "a whole number, and '2.5' is none"),
         ("classes.batch_weight", "0", "from 1 to 1,000, and 0 is not"),
-        ("classes.interactive_room", "1", "is from 0.0 to 0.9"),
+        ("classes.decode_room", "1", "is from 0.0 to 0.9"),
         ("credits.reserve_ratio", "much", "a number, and 'much' is none"),
         ("credits.reserve_ratio", "nan", "is from 0.0 to 0.9"),
         ("decode.slots", "17", "at most 16, which engines start with. Raise it in the file"),

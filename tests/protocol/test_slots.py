@@ -322,7 +322,7 @@ def test_while_both_wait_batch_gets_one_of_ten_slots() -> None:
 
 
 def test_batch_takes_all_but_the_room_of_interactive_requests() -> None:
-    made = mixed(4)
+    made = mixed(4, Weights(prefill_room=0.25))
     taken = [made.delivered(key, BATCH, 9, 0.0) for key in "abcd"]
     assert taken == [True, True, True, False]
     assert made.surplus(SURPLUS_HOLD_S) == ["d"]
@@ -381,7 +381,7 @@ def test_batch_is_not_asked_for_while_interactive_requests_wait_unless_it_is_its
 
 
 def test_slots_that_batch_holds_make_nobody_spill() -> None:
-    made = mixed(8)
+    made = mixed(8, Weights(prefill_room=0.25))
     for number in range(6):
         made.delivered(number, BATCH, 9, 0.0)
     made.delivered("a", OWN, 0, 0.0)
@@ -397,7 +397,7 @@ def test_weights_change_from_the_next_turn_on() -> None:
     for key in "ef":
         made.delivered(key, BATCH, 9, 0.0)
     made.surplus(SURPLUS_HOLD_S)
-    made.weigh(Weights(interactive_weight=1, batch_weight=1, interactive_room=0.5))
+    made.weigh(Weights(interactive_weight=1, batch_weight=1, prefill_room=0.5))
     assert served(made, 6, {OWN: 9, BATCH: 9}) == "ibibib"
     assert made._batch_max == 2
 
@@ -462,7 +462,7 @@ class SlotsMachine(RuleBasedStateMachine):
             return
         klass = self.running.pop(list(self.running)[pick % len(self.running)])
         waited = self.slots._batch.waits and len([one for one in self.running.values() if one == classes.BATCH])
-        could = self.slots._batch.waits and waited < self.weights.most(self.slots.capacity)
+        could = self.slots._batch.waits and waited < self.weights.slots_most(self.slots.capacity)
         taken = self.slots.finished(klass)
         if taken is not None:
             assert isinstance(taken, int)
@@ -489,7 +489,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
     @invariant()
     def batch_leaves_the_room_of_interactive_requests(self) -> None:
-        assert self.slots._batch.busy <= self.weights.most(self.slots.capacity)
+        assert self.slots._batch.busy <= self.weights.slots_most(self.slots.capacity)
 
     @invariant()
     def batch_is_not_starved(self) -> None:
@@ -654,7 +654,7 @@ class FleetMachine(RuleBasedStateMachine):
     def slots_and_pulls_agree_with_the_broker(self) -> None:
         for name, slots in self.slots.items():
             assert 0 <= slots.busy == len(self.running[name]) <= slots.capacity
-            assert slots._batch.busy == self.running[name].count(classes.BATCH) <= Weights().most(slots.capacity)
+            assert slots._batch.busy == self.running[name].count(classes.BATCH) <= Weights().slots_most(slots.capacity)
             assert slots.outstanding == sum(pull[2] == name for pull in self.pulls)
             held = {sent.shard.klass for (holder, _), sent in self.held.items() if holder == name}
             assert not slots.free_for_batch or classes.BATCH not in held
