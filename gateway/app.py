@@ -153,6 +153,7 @@ class Gateway:
     def apply(self, config: Config) -> None:
         """The configuration has changed, in what may change while we run."""
         self.admission.in_flight_max = config.gateway.in_flight_max
+        self.admission.weights = config.classes.weights
         self.guests.shares.bounds = bounds_of(config)
         self.routing.spill_load = config.placement.spill_load
 

@@ -149,9 +149,10 @@ class Endpoint:
             fleet.prefill,
             fleet.decode,
             now_s,
-            saturated=fleet.slots_free == 0,
+            saturated=fleet.saturated(order.klass),
             timeout_s=order.timeout_s,
             requests=len(order.parts),
+            klass=order.klass,
         )
 
     async def _serve(
@@ -176,7 +177,8 @@ class Endpoint:
             for part, place, told in itertools.zip_longest(parts, places, tokens):
                 self._replies.close(part)
                 place.leave(self._clock(), drained=part.published, prompt_tokens=told)
-                self._admission.leave(self._clock(), drained=part.published, served=isinstance(part.end, Done))
+                served = isinstance(part.end, Done)
+                self._admission.leave(self._clock(), drained=part.published, served=served, klass=order.klass)
             self._account.ended(order, reply, self._clock())
 
     def _begun(self, place: Place) -> None:

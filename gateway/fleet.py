@@ -8,6 +8,7 @@ import msgspec
 
 from pipeline.errors import ModelNotFound
 from pipeline.limits import PRESENCE_SILENT_MAX_S
+from pipeline.protocol.classes import BATCH
 from pipeline.protocol.presence import Presences
 
 _FRESH_S: Final = 0.05
@@ -15,11 +16,15 @@ _FRESH_S: Final = 0.05
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """Ready workers of both kinds, the slots that prefill has free, and the longest context that all take, by served model."""
+    """Ready workers of both kinds; the slots that prefill has free, in all and for batch; by served model the longest context.
+
+    The longest is the one that all take.
+    """
 
     prefill: int = 0
     decode: int = 0
     slots_free: int = 0
+    batch_slots_free: int = 0
     models: dict[str, int] = {}
 
     def choose(self, model: str) -> str:
@@ -36,6 +41,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
             raise ModelNotFound(f"The model {model!r} is not served here; served is {served}.", param="model")
         return model
 
+    def saturated(self, klass: str) -> bool:
+        """Whether a request of this class has to wait for a slot."""
+        return (self.batch_slots_free if klass == BATCH else self.slots_free) == 0
+
     @property
     def lacks(self) -> list[str]:
         """What keeps the fleet from serving, in words."""
@@ -50,8 +59,15 @@ def survey(presences: Presences, as_of_s: float) -> Fleet:
     models: dict[str, int] = {}
     for worker in (*prefill, *decode):
         models[worker.model] = min(models.get(worker.model, worker.max_model_len), worker.max_model_len)
-    slots_free = sum(worker.slots_free for worker in prefill)
-    return Fleet(prefill=len(prefill), decode=len(decode), slots_free=slots_free, models=models)
+    return Fleet(
+        prefill=len(prefill),
+        decode=len(decode),
+        slots_free=sum(worker.slots_free for worker in prefill),
+        batch_slots_free=sum(
+            worker.slots_free if worker.batch_slots_free is None else worker.batch_slots_free for worker in prefill
+        ),
+        models=models,
+    )
 
 
 class Lookout:

@@ -204,6 +204,7 @@ class PrefillWorker:
             load=self.slots.load,
             slots=self.slots.capacity,
             slots_free=self.slots.free,
+            batch_slots_free=self.slots.free_for_batch,
             model=info.model,
             max_model_len=info.max_model_len,
             block_size=info.block_size,

@@ -5,6 +5,9 @@ free slot, the time that a request has: one that would wait for longer than it m
 it is served nobody wants it any more, and the work on it would be missing elsewhere. Everything beyond them is decided where
 the room is: by the queue (a creator's share), and by the decode workers (credits).
 
+Each class is a line of its own: an interactive request does not wait for the batch before it, and batch not as long as all that
+is served would let it hope. Of the places some are never batch's (`classes.py`).
+
 The wait is honest. Places become free at a rate that is measured: an average over the last `DRAIN_MEMORY_S` that forgets
 exponentially. Each refused request is promised the next place that nobody was promised before:
 
@@ -17,6 +20,7 @@ import math
 from typing import Final
 
 from pipeline.errors import CapacityError, NoWorkers
+from pipeline.protocol.classes import BATCH, INTERACTIVE, WEIGHTS
 
 DRAIN_MEMORY_S: Final = 10.0
 """Time constant of the drain rate: some hundred interactive replies, and soon enough to notice a dead pool."""
@@ -82,18 +86,48 @@ class Waits:
         return max(wait_s, RETRY_AFTER_MIN_S)
 
 
-class Admission:
-    """The door of one gateway. `in_flight` counts those inside, never more than `in_flight_max`."""
+class Line:
+    """One class's requests inside, and how fast they are served while there are more than the fleet can work on."""
 
-    def __init__(self, in_flight_max: int) -> None:
-        self.in_flight_max = in_flight_max
+    def __init__(self) -> None:
         self.in_flight = 0
-        self._waits = Waits()
         self._served = DrainRate()
         """Replies per second of saturated time alone: at other times the rate says what was asked for, not what can be done."""
         self._saturated = False
         self._saturated_s = 0.0
         self._looked_s = -math.inf
+
+    def look(self, now_s: float, saturated: bool | None = None) -> None:
+        """Let the clock run that counts saturated time alone. None: it is as it was."""
+        if self._saturated:
+            self._saturated_s += max(0.0, now_s - self._looked_s)
+        self._saturated, self._looked_s = self._saturated if saturated is None else saturated, now_s
+
+    def served(self) -> None:
+        """A reply is whole."""
+        if self._saturated:
+            self._served.freed(self._saturated_s)
+
+    def expected_s(self, requests: int) -> float:
+        """How long so many more would take: all that are inside, at the rate of a fleet that does what it can."""
+        if not self._saturated or not self._served.measured:
+            return 0.0
+        return (self.in_flight + requests) / self._served.per_s(self._saturated_s)
+
+
+class Admission:
+    """The door of one gateway. `in_flight` counts those inside, never more than `in_flight_max`."""
+
+    def __init__(self, in_flight_max: int) -> None:
+        self.in_flight_max = in_flight_max
+        self.weights = WEIGHTS
+        self._waits = Waits()
+        self._lines = {INTERACTIVE: Line(), BATCH: Line()}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests inside, of both classes."""
+        return sum(line.in_flight for line in self._lines.values())
 
     def look_in(self, now_s: float, requests: int = 1) -> None:
         """Raise `CapacityError` where so many places are not free: what `enter` would say, before a body is read for it."""
@@ -112,44 +146,41 @@ class Admission:
         saturated: bool = False,
         timeout_s: float = math.inf,
         requests: int = 1,
+        klass: str = INTERACTIVE,
     ) -> None:
         """Let `requests` in, or raise `NoWorkers` or `CapacityError`. `prefill` and `decode` count the ready workers.
 
-        `saturated`: no prefill worker has a free slot. `timeout_s` is the time that the request has.
+        `saturated`: no prefill worker has a free slot for their class. `timeout_s` is the time that the request has.
         """
-        self._look(now_s, saturated=saturated)
+        line = self._lines[klass]
+        line.look(now_s, saturated)
         missing = [kind for kind, ready in (("prefill", prefill), ("decode", decode)) if not ready]
         if missing:
             raise NoWorkers(f"No {' and no '.join(missing)} worker is ready.", retry_after_s=RETRY_UNMEASURED_S)
         self.look_in(now_s, requests)
-        if (wait_s := self._expected_s(requests)) > timeout_s:
+        if klass == BATCH and line.in_flight + requests > (most := self.weights.most(self.in_flight_max)):
+            raise CapacityError(
+                f"This gateway works on {line.in_flight} batch requests, and takes {most}: the other places are for "
+                "interactive ones (gateway.in_flight_max, classes.decode_room).",
+                retry_after_s=self.wait_s(now_s),
+            )
+        if (wait_s := line.expected_s(requests)) > timeout_s:
             raise CapacityError(
                 f"A request would take about {wait_s:.0f} s now, and this one has {timeout_s:g} s.",
                 retry_after_s=self.wait_s(now_s),
             )
-        self.in_flight += requests
+        line.in_flight += requests
 
-    def leave(self, now_s: float, *, drained: bool, served: bool = False) -> None:
+    def leave(self, now_s: float, *, drained: bool, served: bool = False, klass: str = INTERACTIVE) -> None:
         """One that was let in has ended. `drained`: it had reached the queue. `served`: its reply is whole."""
-        assert self.in_flight > 0
-        self.in_flight -= 1
-        self._look(now_s, saturated=self._saturated)
+        line = self._lines[klass]
+        assert line.in_flight > 0
+        line.in_flight -= 1
+        line.look(now_s)
         if drained:
             self._waits.freed(now_s)
-        if served and self._saturated:
-            self._served.freed(self._saturated_s)
-
-    def _look(self, now_s: float, *, saturated: bool) -> None:
-        """Let the clock run that counts saturated time alone."""
-        if self._saturated:
-            self._saturated_s += max(0.0, now_s - self._looked_s)
-        self._saturated, self._looked_s = saturated, now_s
-
-    def _expected_s(self, requests: int) -> float:
-        """How long so many more would take: all that are inside, at the rate of a fleet that does what it can."""
-        if not self._saturated or not self._served.measured:
-            return 0.0
-        return (self.in_flight + requests) / self._served.per_s(self._saturated_s)
+        if served:
+            line.served()
 
     def wait_s(self, now_s: float) -> float:
         """When to come back, for one that is refused now."""

@@ -323,6 +323,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     load: float = 0.0
     slots: int = 0
     slots_free: int = 0
+    batch_slots_free: int | None = None
+    """Of those, the ones that batch may take. None: any."""
     blocks: int = 0
     blocks_free: int = 0
     asks_waiting: int = 0

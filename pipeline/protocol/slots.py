@@ -185,6 +185,10 @@ class Slots:
         """Of those, how many batch may take now."""
         return max(0, min(self.capacity - self.busy, self._batch_max - self._batch.busy))
 
+    def busy_of(self, klass: str) -> int:
+        """Slots that requests of this class hold."""
+        return self._classes[klass].busy
+
     @property
     def load(self) -> float:
         """0…1: what the worker said last, but for its slots, of which we always know."""

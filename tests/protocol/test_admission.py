@@ -13,6 +13,7 @@ from pipeline.protocol.admission import (
     Admission,
     DrainRate,
 )
+from pipeline.protocol.classes import BATCH, INTERACTIVE
 
 
 def drained_at(rate: float, seconds: float) -> Admission:
@@ -115,13 +116,13 @@ def test_the_wait_stays_within_its_bounds_whatever_happens(steps: list[tuple[flo
         assert 0 <= door.in_flight <= door.in_flight_max
 
 
-def saturated(door: Admission, seconds: float, rate: float, inside: int) -> float:
+def saturated(door: Admission, seconds: float, rate: float, inside: int, klass: str = INTERACTIVE) -> float:
     """A full house for so long, served at a steady rate. The time then."""
     for _ in range(inside):
-        door.enter(1, 1, 0.0, saturated=True)
+        door.enter(1, 1, 0.0, saturated=True, klass=klass)
     for number in range(1, int(seconds * rate)):
-        door.leave(number / rate, drained=True, served=True)
-        door.enter(1, 1, number / rate, saturated=True)
+        door.leave(number / rate, drained=True, served=True, klass=klass)
+        door.enter(1, 1, number / rate, saturated=True, klass=klass)
     return seconds
 
 
@@ -134,6 +135,27 @@ def test_who_would_wait_longer_than_it_may_take_is_refused_at_once() -> None:
     assert "4 s" in caught.value.message
     door.enter(1, 1, now_s, saturated=True, timeout_s=8.0)
     door.enter(1, 1, now_s, saturated=False, timeout_s=0.1)
+
+
+def test_batch_leaves_places_to_interactive_requests() -> None:
+    door = Admission(8)
+    for _ in range(6):
+        door.enter(1, 1, 0.0, klass=BATCH)
+    with pytest.raises(CapacityError, match="6 batch requests, and takes 6") as caught:
+        door.enter(1, 1, 0.0, klass=BATCH)
+    assert caught.value.retry_after_s
+    door.enter(1, 1, 0.0, requests=2)
+    door.leave(0.1, drained=True, klass=BATCH)
+    door.enter(1, 1, 0.1, klass=BATCH)
+    assert door.in_flight == 8
+
+
+def test_who_waits_in_the_other_line_is_in_nobodys_way() -> None:
+    door = Admission(1000)
+    now_s = saturated(door, seconds=20.0, rate=10.0, inside=50, klass=BATCH)
+    with pytest.raises(CapacityError):
+        door.enter(1, 1, now_s, saturated=True, timeout_s=4.0, klass=BATCH)
+    door.enter(1, 1, now_s, saturated=True, timeout_s=1.0)
 
 
 def test_a_quiet_time_says_nothing_of_what_the_fleet_can_do() -> None:

@@ -484,12 +484,12 @@ class SlotsMachine(RuleBasedStateMachine):
     @invariant()
     def slots_and_pulls_agree_with_the_broker(self) -> None:
         assert self.slots.busy == len(self.running) <= self.slots.capacity
-        assert self.slots._batch.busy == list(self.running.values()).count(classes.BATCH)
+        assert self.slots.busy_of(classes.BATCH) == list(self.running.values()).count(classes.BATCH)
         assert self.slots.outstanding == sum(self.standing.values())
 
     @invariant()
     def batch_leaves_the_room_of_interactive_requests(self) -> None:
-        assert self.slots._batch.busy <= self.weights.slots_most(self.slots.capacity)
+        assert self.slots.busy_of(classes.BATCH) <= self.weights.slots_most(self.slots.capacity)
 
     @invariant()
     def batch_is_not_starved(self) -> None:
@@ -654,7 +654,11 @@ class FleetMachine(RuleBasedStateMachine):
     def slots_and_pulls_agree_with_the_broker(self) -> None:
         for name, slots in self.slots.items():
             assert 0 <= slots.busy == len(self.running[name]) <= slots.capacity
-            assert slots._batch.busy == self.running[name].count(classes.BATCH) <= Weights().slots_most(slots.capacity)
+            assert (
+                slots.busy_of(classes.BATCH)
+                == self.running[name].count(classes.BATCH)
+                <= Weights().slots_most(slots.capacity)
+            )
             assert slots.outstanding == sum(pull[2] == name for pull in self.pulls)
             held = {sent.shard.klass for (holder, _), sent in self.held.items() if holder == name}
             assert not slots.free_for_batch or classes.BATCH not in held

@@ -6,6 +6,7 @@ every step   a ledger's blocks are conserved, no grant is spent twice
              a NAK takes nothing away from a worker that lives and works on it
              nothing fails inside a process: no handler, no background task, no effect
              a message is deleted only when its receiver has had its end, or is gone
+now and then what may grow stays within its bounds, and batch leaves the room of interactive requests
 each end     what `ends.py` says
 at rest      no message, slot, pull, block, lease, job, engine sequence, open reply or keeper's item is left
              the dead letters and the kept replies are as `ends.py` says
@@ -18,7 +19,8 @@ from typing import Any, Final
 from gateway.app import Gateway
 from pipeline.bus.client import Message
 from pipeline.limits import ACCUSE_SILENT_S, PRESENCE_PERIOD_S, TOMBSTONES_MAX
-from pipeline.protocol.credits import Consumption, Ledger
+from pipeline.protocol.classes import BATCH
+from pipeline.protocol.credits import Consumption, GrantState, Ledger
 from pipeline.protocol.messages import Answer, Claim, Fenced, Go, Tokens, answer_decoder, claim_decoder, frames_decoder
 from pipeline.protocol.subjects import parse_ack
 from tests.simulation.broker import SimBroker, Watch
@@ -262,10 +264,14 @@ class Checks(Watch):
             if len(consumer.pulls) > int(consumer.config["max_waiting"]):
                 self.wrong(f"{len(consumer.pulls)} pulls wait at {consumer.name}")
         for running in self.fleet.running.values():
+            if running.decode is not None:
+                self._bound(running, "seats of batch", *_batch_seats(running.decode.ledger))
             if (worker := running.prefill) is not None:
                 self._bound(running, "busy slots", worker.slots.busy, worker.slots.capacity)
                 self._bound(running, "pulls", worker.slots.outstanding, 8 * worker.slots.capacity)
                 self._bound(running, "jobs", len(worker._jobs._jobs), worker.slots.capacity)
+                most = worker.slots.weights.slots_most(worker.slots.capacity)
+                self._bound(running, "slots of batch", worker.slots.busy_of(BATCH), most)
                 self._bound(running, "tombstones", len(worker._jobs._cancelled._ids), TOMBSTONES_MAX)
 
     def _bound(self, running: Running, what: str, have: int, most: int) -> None:
@@ -306,6 +312,7 @@ class Checks(Watch):
                 "jobs": len(worker._jobs._jobs),
                 "leases": _leases(worker.desk.leases),
                 "queued tokens": worker.queued_tokens,
+                "prompts before its engine": len(worker.desk.visits._waiting),
                 "pulls that do not stand": self._pulls_astray(running),
             }
         if (decoder := running.decode) is not None:
@@ -338,6 +345,14 @@ class Checks(Watch):
         )
         slots, puller = running.prefill.slots.outstanding, running.prefill._puller.outstanding_total
         return max(0, puller - standing) + abs(slots - puller)
+
+
+def _batch_seats(ledger: Ledger) -> tuple[int, int]:
+    """Seats that batch holds, and the most that it may: its bound, or those of one request alone."""
+    granted = [one for one in ledger._entries.values() if one.klass == BATCH and one.state is not GrantState.WAITING]
+    alone = max((one.seats for one in granted), default=0) if len(granted) == 1 else 0
+    assert ledger._engine_seats is not None
+    return sum(one.seats for one in granted), max(ledger.weights.most(ledger._engine_seats), alone)
 
 
 def _leases(keeper: Leases) -> int:

@@ -144,7 +144,18 @@ def draw(seed: int) -> Plan:
     )
     # Dice of their own: what came before them is drawn as it always was.
     others = random.Random(f"{seed}/producers")
-    return _fate(_peopled(plan, others), others)
+    return _mixed(_fate(_peopled(plan, others), others), random.Random(f"{seed}/classes"))
+
+
+def _mixed(plan: Plan, chance: random.Random) -> Plan:
+    """In a third of the worlds half the requests are batch, whose prompts take several steps of the engine."""
+    if chance.random() > 1 / 3:
+        return plan
+    orders = [
+        msgspec.structs.replace(order, klass="batch") if chance.random() < 0.5 else order for order in plan.orders
+    ]
+    prefill = msgspec.structs.replace(plan.config.prefill, max_num_batched_tokens=chance.choice((16, 32)))
+    return msgspec.structs.replace(plan, orders=orders, config=msgspec.structs.replace(plan.config, prefill=prefill))
 
 
 def _peopled(plan: Plan, chance: random.Random) -> Plan:
