@@ -53,12 +53,10 @@ class Turns:
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
+        self._all = weights.interactive_weight + weights.batch_weight
         self._owed = 0
-
-    @property
-    def batch(self) -> bool:
+        self.batch = self._owed + weights.batch_weight >= self._all
         """Whether the next turn is batch's."""
-        return self._owed + self.weights.batch_weight >= self._all
 
     @property
     def order(self) -> tuple[str, str]:
@@ -69,12 +67,9 @@ class Turns:
         """A request of this class has had a turn."""
         owed = self._owed + self.weights.batch_weight
         self._owed = max(0, owed - self._all) if klass == BATCH else min(owed, self._all - 1)
+        self.batch = self._owed + self.weights.batch_weight >= self._all
 
     def passed(self) -> None:
         """It was batch's turn, and nobody took it."""
         if self.batch:
             self.served(BATCH)
-
-    @property
-    def _all(self) -> int:
-        return self.weights.interactive_weight + self.weights.batch_weight

@@ -26,7 +26,7 @@ state puts it, and only lanes that lack a pull are ever looked at:
 """
 
 import heapq
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from itertools import chain, islice
 from math import ceil
 from typing import Final
@@ -68,11 +68,12 @@ class _Lane:
     """What we know of one shard. `asked_s`: when a pull was last added here for a backlog, or served."""
 
     __slots__ = (
-        "asked_s", "backlog", "key", "low", "outstanding", "place", "rank", "shard", "watched",
+        "asked_s", "backlog", "home", "key", "low", "outstanding", "place", "rank", "shard", "watched",
     )  # fmt: skip
 
-    def __init__(self, shard: Shard, rank: int) -> None:
+    def __init__(self, shard: Shard, rank: int, home: "_Lanes") -> None:
         self.shard = shard
+        self.home = home
         self.rank = rank
         self.key = (CLASSES.index(shard.klass), rank, shard.number)
         self.outstanding = 0
@@ -92,6 +93,8 @@ class _Lanes:
         self.low: dict[Shard, _Lane] = {}
         self.backlog: dict[Shard, _Lane] = {}
         self.pulls = 0
+        self.lacks = 0
+        """How many lie in `idle` or `low`: most often none."""
 
     def lay(self, lane: _Lane) -> None:
         """Put a lane where it belongs: nowhere, where it has all the hands that it may ever have."""
@@ -101,8 +104,10 @@ class _Lanes:
             place = self.backlog
         elif good == 0 and lane.low:
             place = self.low
+            self.lacks += 1
         elif good < len(self.idle):
             place = self.idle[good]
+            self.lacks += 1
         else:
             return
         place[lane.shard] = lane
@@ -114,14 +119,14 @@ class _Lanes:
             del lane.place[lane.shard]
             if lane.place is self.backlog:
                 self.pulls -= lane.outstanding
+            else:
+                self.lacks -= 1
             lane.place = None
 
-    def lacking(self, want: int, spilling: bool) -> Iterator[_Lane]:
+    def lacking(self, want: int, spilling: bool) -> list[_Lane]:
         """Idle lanes with fewer than `want` hands. While spilling, a hand at a last priority is one, too."""
-        for lanes in self.idle[:want]:
-            yield from lanes.values()
-        if not spilling:
-            yield from self.low.values()
+        lanes = self.idle[:want] if spilling else [*self.idle[:want], self.low]
+        return [lane for some in lanes for lane in some.values()]
 
 
 class _Class:
@@ -215,6 +220,7 @@ class Slots:
         for one in self._classes.values():
             one.own = _Lanes(max(1, ceil(capacity / 2)))
         for lane in own:
+            lane.home = self._home(lane.shard, 0)
             self._lay(lane)
 
     @property
@@ -233,11 +239,12 @@ class Slots:
         for shard, rank in ranks.items():
             lane = self._lanes.get(shard)
             if lane is None:
-                lane = self._lanes[shard] = _Lane(shard, rank)
+                lane = self._lanes[shard] = _Lane(shard, rank, self._home(shard, rank))
             elif lane.rank == rank:
                 continue
             self._lift(lane)
             lane.rank, lane.key = rank, (lane.key[0], rank, shard.number)
+            lane.home = self._home(shard, rank)
             self._lay(lane)
         return self.offers(now_s)
 
@@ -322,17 +329,16 @@ class Slots:
         """Whether a request of this class may take one now."""
         if not (self.open or self.lingers):
             return False
-        return self.free_for_batch > 0 if klass == BATCH else self.free > self._kept
+        if klass == BATCH:
+            return self.free_for_batch > 0
+        # One is kept while it is batch's turn and batch waits.
+        kept = self._turns.batch and self._batch.waits and self.free_for_batch > 0
+        return self.capacity - self.busy > kept
 
     def _take(self, klass: str) -> None:
         self.busy += 1
         self._classes[klass].busy += 1
         self._turns.served(klass)
-
-    @property
-    def _kept(self) -> int:
-        """Slots that an interactive request leaves free: one, while it is batch's turn and batch waits."""
-        return int(self._turns.batch and self._batch.waits and self.free_for_batch > 0)
 
     @property
     def _contended(self) -> bool:
@@ -341,29 +347,31 @@ class Slots:
 
     def _top_up(self) -> list[Offer]:
         """Own shards hold half the free slots open, so that a burst does not run past a single hand to the next worker."""
-        lacking = self._lacking(self._urgent, self.free)
-        free = self.free_for_batch
-        if free and (self._turns.batch or not self._contended):
-            lacking += self._lacking(self._batch, free)
-        if len(lacking) > 1:
-            lacking.sort(key=lambda wanted: wanted[0].key)
-        return [self._pull(lane, hands) for lane, hands in lacking]
+        urgent, batch = self._urgent, self._batch
+        offers = self._hands(urgent, self.free) if urgent.own.lacks or urgent.others.lacks else []
+        if (batch.own.lacks or batch.others.lacks) and (self._turns.batch or not self._contended):
+            offers += self._hands(batch, self.free_for_batch)
+        return offers
 
-    def _lacking(self, one: _Class, free: int) -> list[tuple[_Lane, int]]:
+    def _hands(self, one: _Class, free: int) -> list[Offer]:
+        if not free:
+            return []
         hands = 1 if self.spilling else max(1, ceil(free / 2))
-        own = [(lane, hands) for lane in one.own.lacking(hands, self.spilling)]
-        return own + [(lane, 1) for lane in one.others.lacking(1, self.spilling)]
+        lacking = one.own.lacking(hands, self.spilling) + one.others.lacking(1, self.spilling)
+        if len(lacking) > 1:
+            lacking.sort(key=lambda lane: lane.key)
+        return [self._pull(lane, hands if lane.rank == 0 else 1) for lane in lacking]
 
     def _share(self, now_s: float) -> list[Offer]:
         """One pull each in turn, until every free slot has one: batch's turn, then interactive requests, then what is left."""
-        batch_waits = self._batch.waits
-        if not (batch_waits or self._urgent.waits):
+        urgent, batch = self._urgent, self._batch
+        if not (urgent.own.backlog or urgent.others.backlog or batch.own.backlog or batch.others.backlog):
             return []
         offers: list[Offer] = []
-        if batch_waits and self._turns.batch and not self._batch.pulls and self.free_for_batch:
+        if batch.waits and self._turns.batch and not self._batch.pulls and self.free_for_batch:
             offers += self._give(self._batch, 1, now_s)
         offers += self._give(self._urgent, self._unpulled, now_s)
-        if batch_waits:
+        if batch.waits:
             left = min(self._unpulled, self.free_for_batch - self._batch.pulls)
             offers += self._give(self._batch, left, now_s)
         return offers
@@ -406,16 +414,16 @@ class Slots:
     # ---- where lanes lie
 
     def _lift(self, lane: _Lane) -> None:
-        self._lanes_of(lane).lift(lane)
+        lane.home.lift(lane)
 
     def _lay(self, lane: _Lane) -> None:
-        self._lanes_of(lane).lay(lane)
+        lane.home.lay(lane)
         if lane.backlog and lane.outstanding:
             self._watch(lane, lane.asked_s + BACKLOG_UNSERVED_S)
 
-    def _lanes_of(self, lane: _Lane) -> _Lanes:
-        of_class = self._classes[lane.shard.klass]
-        return of_class.others if lane.rank else of_class.own
+    def _home(self, shard: Shard, rank: int) -> _Lanes:
+        of_class = self._classes[shard.klass]
+        return of_class.others if rank else of_class.own
 
     def _watch(self, lane: _Lane, at_s: float) -> None:
         if not lane.watched:

@@ -9,7 +9,8 @@ computed twice. Between the pieces the engine is free, and this says who goes ne
 * A piece of batch goes while no interactive prompt is inside, and no more of them at a time than fill one step. That is what an
   interactive prompt may find before it: a step under way is what it would have to wait for in any case.
 * Batch is owed, by weight, a part of the tokens of interactive prompts, less what it gets between them. What is left of that, up
-  to a few pieces, it may have beside them: an engine that is never without interactive prompts starves nobody.
+  to a few pieces, it may have beside them, several at a time, since each is computed after those before it: an engine that is
+  never without interactive prompts starves nobody.
 
 What holds a place here is a *visit*, and its key is the caller's.
 """
@@ -71,13 +72,14 @@ class Yielding:
         return sum(visit.tokens for visit in self._visits.values() if visit.batch and visit.inside)
 
     def _admitted(self) -> list[Hashable]:
-        """Batch that goes in now, the first that came first. One that does not fit holds up the rest."""
+        """Batch that goes in now, the first that came first. One that may not yet holds up the rest."""
         admitted: list[Hashable] = []
         inside, beside = self.batch_tokens_inside, self.interactive_inside > 0
         for key, visit in self._visits.items():
             if not visit.batch or visit.inside:
                 continue
-            if inside + visit.tokens > self.step_tokens or (beside and self._owed < visit.tokens):
+            steps_max = 1 + OWED_STEPS_MAX if beside else 1
+            if inside + visit.tokens > self.step_tokens * steps_max or (beside and self._owed < visit.tokens):
                 break
             self._owed = max(0.0, self._owed - visit.tokens)
             visit.inside = True

@@ -33,7 +33,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def produce(url: str, creator: str, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def produce(
+    url: str, creator: str, bodies: list[dict[str, Any]], klass: str = "interactive"
+) -> list[dict[str, Any]]:
     """The `done` frames of requests that a plain producer publishes one after the other."""
     connection = await nats.connect(url)
     try:
@@ -43,7 +45,7 @@ async def produce(url: str, creator: str, bodies: list[dict[str, Any]]) -> list[
             replies = await connection.subscribe(inbox)
             token = subjects.token(creator)
             request = json.dumps({**body, "reply_to": inbox}).encode()
-            await connection.jetstream().publish(f"requests.in.interactive.{token}.{token}", request)
+            await connection.jetstream().publish(f"requests.in.{klass}.{token}.{token}", request)
             with anyio.fail_after(60):
                 while (frame := json.loads((await replies.next_msg(timeout=60)).data))["kind"] == "tokens":
                     pass
@@ -57,6 +59,19 @@ async def produce(url: str, creator: str, bodies: list[dict[str, Any]]) -> list[
 def generated_by_prefill(running: Running) -> float:
     """Tokens that the prefill workers have made and thrown away."""
     return sum(running.metric(f"prefill-{n}", "headrace_prefill_generated_tokens_total") for n in (1, 2))
+
+
+async def test_a_batch_prompt_that_is_read_in_pieces_has_the_same_reply(
+    running: Running, reference_replies: list[Reply]
+) -> None:
+    long = [(prompt, reply) for prompt, reply in zip(PROMPTS, reference_replies, strict=True) if prompt.tokens > 500]
+    cold = [{**prompt.chat, "cache_salt": "pieces"} for prompt, _ in long]
+    ends = await produce(running.nats, "pieces", cold, "batch")
+    assert [(end["ids"], end["text"]) for end in ends] == [(list(reply.token_ids), reply.text) for _, reply in long]
+    usages = [end["usage"] for end in ends]
+    assert [usage["cached_tokens"] for usage in usages] == [0] * len(long), "no piece is computed twice"
+    assert [usage["decode_cached_tokens"] for usage in usages] == [loadable(prompt.tokens) for prompt, _ in long]
+    assert [usage["prefill_generated_tokens"] for usage in usages] == [-(-prompt.tokens // 512) for prompt, _ in long]
 
 
 async def test_the_pipeline_replies_as_one_engine_does_and_prefill_and_decode_are_split(

@@ -224,7 +224,7 @@ def test_a_delivery_costs_the_same_with_hundreds_of_shards() -> None:
             made.offers(now_s)
             made.finished(shard.klass)
         best_s = min(best_s, (time.perf_counter() - began_s) / 100)
-    assert best_s < 30e-6
+    assert best_s < 40e-6, "6 as it is, five times as much under coverage"
 
 
 def test_a_pull_that_ended_without_a_message_is_offered_again() -> None:
