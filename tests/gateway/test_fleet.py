@@ -3,11 +3,12 @@
 import anyio
 import pytest
 
-from gateway.fleet import Lookout
+from gateway.fleet import Lookout, survey
 from pipeline.bus.connection import Bus
 from pipeline.limits import PRESENCE_SILENT_MAX_S
 from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.subjects import CLASSES
 from tests.gateway.stack import HELLO, config_for, serving, stack
 from tests.gateway.worker_double import WorkerDouble, saying
 from tests.nats_server import NatsServer
@@ -58,6 +59,20 @@ class World:
     def counted(self, after_s: float = 0.0) -> int:
         self.now_s += after_s
         return self.lookout.fleet().decode
+
+
+@pytest.mark.parametrize(
+    ("slots_free", "batch", "saturated"),
+    [(2, None, []), (2, 1, []), (2, 0, ["batch"]), (0, 0, ["interactive", "batch"])],
+)
+def test_a_fleet_may_be_full_for_one_class_and_not_for_the_other(
+    slots_free: int, batch: int | None, saturated: list[str]
+) -> None:
+    presences = Presences()
+    said = Presence(role="prefill", id="p", epoch="1", ready=True, slots_free=slots_free, batch_slots_free=batch)
+    presences.heard(said, 1.0)
+    fleet = survey(presences, 1.0)
+    assert [klass for klass in CLASSES if fleet.saturated(klass)] == saturated
 
 
 def test_the_silent_are_gone_where_they_could_have_been_heard() -> None:
