@@ -8,9 +8,9 @@ computed twice. Between the pieces the engine is free, and this says who goes ne
 * An interactive prompt goes at once, whole.
 * A piece of batch goes while no interactive prompt is inside, and no more of them at a time than fill one step. That is what an
   interactive prompt may find before it: a step under way is what it would have to wait for in any case.
-* Batch is owed, by weight, a part of the tokens of interactive prompts, less what it gets between them. What is left of that, up
-  to a few pieces, it may have beside them, several at a time, since each is computed after those before it: an engine that is
-  never without interactive prompts starves nobody.
+* Batch is owed, by weight, a part of the tokens of interactive prompts, less what it gets between them. What is left of that,
+  which is seldom anything, it may have beside them, several pieces at a time, since each is computed after those before it: an
+  engine that is never without interactive prompts starves nobody.
 
 What holds a place here is a *visit*, and its key is the caller's.
 """
@@ -28,6 +28,10 @@ VISIT_COST_RATIO: Final = 0.125
 
 OWED_STEPS_MAX: Final = 4
 """A prompt's worth of pieces. What batch did not want while it was owed is lost beyond that, or it would come all at once."""
+
+AHEAD_STEPS_MAX: Final = 8
+"""What batch had beyond its share is remembered so far: it is no reason to be let in beside a burst, and is forgotten after two
+prompts' worth, or a night without interactive requests would be held against it for hours."""
 
 
 class _Visit(msgspec.Struct):
@@ -81,7 +85,7 @@ class Yielding:
             steps_max = 1 + OWED_STEPS_MAX if beside else 1
             if inside + visit.tokens > self.step_tokens * steps_max or (beside and self._owed < visit.tokens):
                 break
-            self._owed = max(0.0, self._owed - visit.tokens)
+            self._owed = max(-float(self.step_tokens * AHEAD_STEPS_MAX), self._owed - visit.tokens)
             visit.inside = True
             inside += visit.tokens
             admitted.append(key)

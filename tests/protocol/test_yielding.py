@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pipeline.protocol.classes import BATCH, INTERACTIVE, WEIGHTS, Weights
-from pipeline.protocol.yielding import OWED_STEPS_MAX, VISIT_COST_RATIO, Yielding, pieces
+from pipeline.protocol.yielding import AHEAD_STEPS_MAX, OWED_STEPS_MAX, VISIT_COST_RATIO, Yielding, pieces
 
 STEP = 512
 
@@ -64,6 +64,16 @@ def test_what_batch_gets_between_interactive_prompts_it_is_not_owed() -> None:
     assert made.enter("c", INTERACTIVE, 100) == ["c"]
     assert made.leave("b") == []
     assert made.enter("d", BATCH, STEP) == []
+
+
+def test_batch_that_was_served_before_lets_a_burst_pass_and_is_not_held_to_it_for_ever() -> None:
+    made = engine(Weights(interactive_weight=1, batch_weight=1))
+    for number in range(100):
+        made.enter(number, BATCH, STEP)
+        made.leave(number)
+    made.enter("a", INTERACTIVE, AHEAD_STEPS_MAX * STEP)
+    assert made.enter("b", BATCH, STEP) == []
+    assert made.enter("c", INTERACTIVE, STEP) == ["c", "b"]
 
 
 def test_what_batch_did_not_want_is_owed_for_one_prompt_only() -> None:
@@ -182,7 +192,7 @@ class YieldingMachine(RuleBasedStateMachine):
             least = (
                 self.made.step_tokens * VISIT_COST_RATIO * self.weights.batch_weight / self.weights.interactive_weight
             )
-            assert self.overtaken <= math.ceil(self.made.step_tokens / least)
+            assert self.overtaken <= math.ceil(self.made.step_tokens * (1 + AHEAD_STEPS_MAX) / least)
 
 
 TestYielding = YieldingMachine.TestCase
