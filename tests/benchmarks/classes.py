@@ -9,7 +9,8 @@ loop of more clients than the fleet has places. Each round has its own arrivals,
     ratio                  each p99 beside batch, over the one alone
     batch                  replies a second
 
-Then both classes ask more than the fleet can do, and batch has its floor: what part of the replies is batch's.
+Then each class alone, and both together, ask for more than the fleet can do: what a fleet that has only batch to do gives away
+for interactive requests that may come, and which part of the replies is batch's where they do.
 
 The engines are slow, so that they are what is scarce, and not the cores that all of this shares: `cpu` says how busy those were.
 `--equal` gives both classes the same turns and no room of their own, to compare.
@@ -94,7 +95,7 @@ KINDS: Final = (
     Beside(name="long prompts", clients=24, words=PROMPT_WORDS, tokens=4),
     Beside(name="long replies", clients=48, words=200, tokens=300),
 )
-FLOOR: Final = Beside(name="both too much", clients=24, words=PROMPT_WORDS, tokens=4)
+FLOOR: Final = Beside(name="too much", clients=24, words=PROMPT_WORDS, tokens=4)
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,8 +118,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Floor(msgspec.Struct, frozen=True, kw_only=True):
-    """Replies a second where both classes ask too much, and batch's part of them."""
+    """Replies a second where classes ask too much: each alone, both together, and batch's part of those."""
 
+    interactive_alone_per_s: float
+    batch_alone_per_s: float
     interactive_per_s: float
     batch_per_s: float
     batch_ratio: float
@@ -233,10 +236,24 @@ def _busy_ratio(before: Any, after: Any) -> float:
 
 
 async def floor_of(running: Stack, seconds: float) -> Floor:
-    """Both classes in closed loops of more clients than there are places."""
-    kinds = {"interactive": Clients(running, "interactive"), "batch": Clients(running, "batch")}
+    """Closed loops of more clients than there are places."""
+    interactive_alone = await most_of(running, seconds, "interactive")
+    batch_alone = await most_of(running, seconds, "batch")
+    both = await most_of(running, seconds, "interactive", "batch")
+    return Floor(
+        interactive_alone_per_s=interactive_alone["interactive"],
+        batch_alone_per_s=batch_alone["batch"],
+        interactive_per_s=both["interactive"],
+        batch_per_s=both["batch"],
+        batch_ratio=round(both["batch"] / max(0.01, sum(both.values())), 3),
+    )
+
+
+async def most_of(running: Stack, seconds: float, *klasses: str) -> dict[str, float]:
+    """Replies a second of each of these classes, all with the same prompts and replies."""
+    kinds = {klass: Clients(running, klass) for klass in klasses}
     asking = [
-        clients.in_turn(orders(f"floor {klass}", FLOOR.words, FLOOR.tokens), FLOOR.clients)
+        clients.in_turn(orders(f"{'-'.join(klasses)} {klass}", FLOOR.words, FLOOR.tokens), FLOOR.clients)
         for klass, clients in kinds.items()
     ]
     await asyncio.sleep(WARM_S)
@@ -245,16 +262,15 @@ async def floor_of(running: Stack, seconds: float) -> Floor:
     over_s = time.perf_counter()
     for one in asking:
         await one.stop()
-    per_s = {
-        klass: sum(began_s <= outcome.ended_s <= over_s and not outcome.code for outcome in clients.tally.outcomes)
-        / (over_s - began_s)
+    await asyncio.sleep(SETTLE_S)
+    ended = {
+        klass: [outcome for outcome in clients.tally.outcomes if began_s <= outcome.ended_s <= over_s]
         for klass, clients in kinds.items()
     }
-    return Floor(
-        interactive_per_s=round(per_s["interactive"], 2),
-        batch_per_s=round(per_s["batch"], 2),
-        batch_ratio=round(per_s["batch"] / max(0.01, sum(per_s.values())), 3),
-    )
+    return {
+        klass: round(sum(not outcome.code for outcome in outcomes) / (over_s - began_s), 2)
+        for klass, outcomes in ended.items()
+    }
 
 
 def run(
@@ -288,7 +304,7 @@ async def _run(
             for kind in KINDS:
                 told(f"round {number + 1} of {rounds}: {kind.name}")
                 seen[kind].append(await round_of(running, kind, f"{number}/{kind.name}", rate, seconds))
-        told("both ask too much")
+        told("too much")
         floor = await floor_of(running, seconds)
     alone = _figures(ALONE, seen[ALONE], None)
     return [alone, *(_figures(kind, seen[kind], alone) for kind in KINDS[1:])], floor
@@ -349,7 +365,8 @@ def page(report: Report) -> str:
     floor = report.floor
     return (
         f"{table(head, rows)}\n\n"
-        f"Both ask too much: {floor.interactive_per_s}/s interactive, {floor.batch_per_s}/s batch ({floor.batch_ratio:.0%})."
+        f"Too much: {floor.interactive_alone_per_s}/s interactive alone, {floor.batch_alone_per_s}/s batch alone; together "
+        f"{floor.interactive_per_s}/s and {floor.batch_per_s}/s ({floor.batch_ratio:.0%} batch)."
     )
 
 
