@@ -77,7 +77,8 @@ class Visits:
         came = self._waiting[key] = anyio.Event()
         self._let_in(self._yielding.enter(key, klass, tokens))
         try:
-            await came.wait()
+            if not came.is_set():  # a look at an event costs a turn of the loop
+                await came.wait()
             yield
         finally:
             del self._waiting[key]
