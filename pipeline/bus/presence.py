@@ -28,20 +28,28 @@ _log = logs.get("bus")
 
 
 class Announcer:
-    """Publishes what `make` says of this process, every `period_s`, and whenever something has changed."""
+    """Publishes what `make` says of this process, every `period_s`, and whenever something has changed.
+
+    Also as soon as a lost connection is back: who was taken for gone has to be heard before what it publishes is.
+    """
 
     def __init__(self, bus: Bus, make: Callable[[], Presence], period_s: float = PRESENCE_PERIOD_S) -> None:
         self._bus = bus
         self._make = make
         self._period_s = period_s
         self._task: Background | None = None
+        self._undo: Callable[[], None] | None = None
 
     async def start(self) -> None:
         """Say it from now on."""
+        self._undo = self._bus.on_reconnect(self.now)
         self._task = Background(self._announce(), "presence")
 
     async def stop(self) -> None:
         """Say it no more. Others notice by the silence, or by a last `now()` that says `draining`."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
         if self._task is not None:
             await self._task.stop()
             self._task = None

@@ -79,3 +79,17 @@ async def test_an_announcer_survives_its_own_mistakes_and_a_lost_broker(broker: 
         before = len(heard.messages)
         await eventually(lambda: len(heard.messages) > before, within_s=2.0)
         await announcer.stop()
+
+
+async def test_who_is_back_says_so_at_once_and_not_a_period_later(broker: NatsServer) -> None:
+    heard = Heard()
+    async with await Bus.connect(broker.url, "test") as bus:
+        await bus.subscribe("presence.>", heard)
+        announcer = Announcer(bus, lambda: says("p5"), period_s=60.0)
+        await announcer.start()
+        await eventually(lambda: len(heard.messages) == 1)
+        broker.kill9()
+        await eventually(lambda: not bus.connected)
+        broker.start()
+        await eventually(lambda: len(heard.messages) == 2, within_s=5.0)
+        await announcer.stop()
