@@ -148,6 +148,7 @@ class Ledger:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._turns = Turns(weights)
         self._classes = {INTERACTIVE: _Class(), BATCH: _Class()}
+        self._most = blocks
         self.open = True
         self.disagreements = 0
         self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
@@ -201,8 +202,9 @@ class Ledger:
             self.totals.refused += 1
             return [self._refused(ask, reason)]
         self._entries[ask.ask] = self._classes[entry.klass].waiting[ask.ask] = entry
-        granted = self._grant(now_s)
-        return granted if entry.state is GrantState.GRANTED else [*granted, self._verdict(entry)]
+        said = self._grant(now_s)
+        waits = entry.state is GrantState.WAITING and ask.ask in self._entries
+        return [*said, self._verdict(entry)] if waits else said
 
     def give_back(self, ask_id: str, now_s: float) -> Verdicts:
         """The asker does not want it any more. Unknown or consumed: nothing to give back."""
@@ -332,17 +334,33 @@ class Ledger:
         ask = entry.ask
         if not self.open:
             return "takes nothing new"
-        if ask.blocks > self.blocks - self.reserve:
-            return f"needs {ask.blocks} KV blocks, and no request may hold more than {self.blocks - self.reserve}"
+        if too_large := self._too_large(ask):
+            return too_large
         bound = self.weights.most(ASKS_WAITING_MAX) if entry.klass == BATCH else ASKS_WAITING_MAX
         if self.waiting() >= ASKS_WAITING_MAX or len(self._classes[entry.klass].waiting) >= bound:
             return "too many asks wait"
         return ""
 
+    def _too_large(self, ask: Ask) -> str:
+        most = self.blocks - self.reserve
+        return f"needs {ask.blocks} KV blocks, and no request may hold more than {most}" if ask.blocks > most else ""
+
+    def _refuse_too_large(self) -> Verdicts:
+        """Where there is less to grant than there was, those who wait for more would wait, and hold up the rest, for ever."""
+        before, self._most = self._most, self.blocks - self.reserve
+        if self._most >= before:
+            return []
+        waiting = [entry.ask for one in self._classes.values() for entry in one.waiting.values()]
+        refused = [(ask, reason) for ask in waiting if (reason := self._too_large(ask))]
+        for ask, _ in refused:
+            self._drop(ask.ask)
+        self.totals.refused += len(refused)
+        return [self._refused(ask, reason) for ask, reason in refused]
+
     def _grant(self, now_s: float) -> Verdicts:
         """Serve the waiting, each whole or not at all. One that does not fit holds up the rest, or it would starve."""
         self._withhold()
-        out: Verdicts = []
+        out = self._refuse_too_large()
         while (entry := self._next(now_s)) is not None and self._fits(entry.ask):
             of_class = self._classes[entry.klass]
             del of_class.waiting[entry.ask.ask]

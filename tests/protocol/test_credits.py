@@ -140,6 +140,32 @@ def test_what_is_too_large_only_for_now_is_not_refused_for_good(for_good: bool) 
     assert (verdict.state, verdict.never) == ("refused", for_good)
 
 
+def test_who_waits_for_more_than_there_will_be_is_told_and_holds_nobody_up() -> None:
+    book = ledger()
+    book.ask(ask("x", 20), 0.0, FAR_S)
+    assert states(book.ask(ask("big", 85), 0.0, FAR_S)) == {"big": "waiting"}
+    book.resize(0.5, None)
+    assert states(book.ask(ask("small", 1), 0.1, FAR_S)) == {"big": "refused", "small": "granted"}
+    book.check()
+    book = ledger()
+    book.ask(ask("x", 60), 0.0, FAR_S)
+    book.ask(ask("big", 50), 0.0, FAR_S)
+    book.withhold(60, for_good=False)
+    [(subject, verdict)] = book.give_back("x", 0.1)
+    assert (subject, verdict.state, verdict.never) == ("inbox.big", "refused", False)
+    book.check()
+
+
+def test_an_ask_that_finds_less_than_it_was_let_in_for_is_answered_once() -> None:
+    book = ledger()
+    book.ask(ask("x", 60), 0.0, FAR_S)
+    book.withhold(90)
+    book.consume("x", "e1", 0.0)
+    book.release("x", 1.0, whole=True)
+    assert book.withheld == 90
+    assert states(book.ask(ask("a", 20), 1.0, FAR_S)) == {"a": "refused"}
+
+
 def test_what_prefills_hold_in_the_same_engine_is_no_disagreement() -> None:
     assert not ledger().reconcile(20)
     assert ledger().reconcile(20, 20)
