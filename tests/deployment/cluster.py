@@ -20,7 +20,7 @@ from pipeline.paths import CONFIGS
 from tests.deployment.authority import Certificate, certificate
 from tests.nats_server import binary, free_port
 
-ROLES: Final = ("gateway", "prefill", "decode", "keeper", "operator", "producer")
+ROLES: Final = ("gateway", "prefill", "decode", "both", "keeper", "operator", "producer")
 PRODUCTION: Final = CONFIGS / "production.toml"
 FILES: Final = ("cluster.conf", "common.conf", "roles.conf", "users.conf")
 

@@ -41,11 +41,11 @@ class Fleet:
         self.ports: dict[str, int] = {}
         self.processes: dict[str, Process] = {}
 
-    async def start(self, prefill: int, decode: int, gateways: int) -> None:
+    async def start(self, prefill: int, decode: int, both: int, gateways: int) -> None:
         """Declare the streams, start everything, and return when all of it says that it is ready."""
         assert await self.command("operator", "streams", "apply") == 0, self.log("command")
         self._member("keeper", "keeper", "keeper", "--id", "keeper")
-        for role, count in (("prefill", prefill), ("decode", decode)):
+        for role, count in (("prefill", prefill), ("decode", decode), ("both", both)):
             for number in range(1, count + 1):
                 name = f"{role}-{number}"
                 self._member(name, role, "worker", role, "--id", name)
@@ -99,11 +99,13 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(cluster: Cluster, folder: Path, *, prefill: int, decode: int, gateways: int) -> AsyncIterator[Fleet]:
+async def fleet(
+    cluster: Cluster, folder: Path, *, gateways: int, prefill: int = 0, decode: int = 0, both: int = 0
+) -> AsyncIterator[Fleet]:
     """A fleet that serves. At its end none of it is left."""
     members = Fleet(cluster, folder)
     try:
-        await members.start(prefill, decode, gateways)
+        await members.start(prefill, decode, both, gateways)
         yield members
     finally:
         with anyio.CancelScope(shield=True):

@@ -105,20 +105,43 @@ LONG: Final = 600
 async def test_no_role_lacks_a_permission_for_what_it_does(cluster: Cluster, tmp_path: Path) -> None:
     """Requests by reference, producers, a dead worker, a drain, an operator's commands: the brokers refuse nothing of it."""
     async with fleet(cluster, tmp_path, prefill=2, decode=2, gateways=1) as members:
-        (text := tmp_path / "persona.txt").write_text("You are Ada, and you like the sea.", "utf-8")
-        for command in (("persona", "put", "ada", str(text)), ("shards",), ("credits",), ("dlq", "list")):
-            assert await members.command("operator", *command) == 0, members.log("command")
-        for _ in range(2):
-            assert (await _chat(members, metadata={"persona": "ada", "conversation": "c7"}))["usage"][
-                "prompt_tokens"
-            ] > 8
-        async with await Bus.connect(cluster.nats("producer"), "shop") as shop:
-            assert await _heard(shop) == 5
-            assert await _kept(shop) == 5
+        await _asked_in_every_way(members)
         assert (await _killed_midway(members, "decode-1"))["usage"]["completion_tokens"] == LONG
         assert (await _drained_midway(members, "decode-2"))["usage"]["completion_tokens"] == LONG
         assert set((await members.stop_all()).values()) == {0}
         assert _refusals(members) == []
+
+
+async def test_a_worker_for_both_needs_one_key_whatever_its_role_is(cluster: Cluster, tmp_path: Path) -> None:
+    """Its own: as both, as prefill beside one that decodes, turned round, with the other one dead, and at its end."""
+    async with fleet(cluster, tmp_path, both=2, gateways=1) as members:
+        await _asked_in_every_way(members)
+        for roles in (("decode", "prefill"), ("both", "both"), ("prefill", "decode"), ("both", "both")):
+            for number, role in enumerate(roles, 1):
+                done = await members.command("operator", "role", f"both-{number}", role)
+                assert done == 0, members.log("command")
+            usage = (await _chat(members))["usage"]["headrace"]
+            if roles[0] != "both":
+                served = {"prefill": usage["prefill"], "decode": usage["decode"]}
+                assert [served[role] for role in roles] == ["both-1", "both-2"]
+        assert (await _killed_midway(members, "both-1"))["usage"]["completion_tokens"] == LONG
+        assert (await _drained_midway(members, "both-2"))["usage"]["completion_tokens"] == LONG
+        assert set((await members.stop_all()).values()) == {0}
+        assert _refusals(members) == []
+
+
+async def _asked_in_every_way(members: Fleet) -> None:
+    """By reference, twice; by a producer that listens, and by one for which its reply is kept; and an operator looks."""
+    (text := members.folder / "persona.txt").write_text("You are Ada, and you like the sea.", "utf-8")
+    for command in (("persona", "put", "ada", str(text)), ("shards",), ("credits",), ("dlq", "list")):
+        assert await members.command("operator", *command) == 0, members.log("command")
+    conversation = f"c-{members.folder.name}"
+    for _ in range(2):
+        usage = (await _chat(members, metadata={"persona": "ada", "conversation": conversation}))["usage"]
+        assert usage["prompt_tokens"] > 8
+    async with await Bus.connect(members.cluster.nats("producer"), "shop") as shop:
+        assert await _heard(shop) == 5
+        assert await _kept(shop, members.folder.name) == 5
 
 
 async def _chat(members: Fleet, *, tokens: int = 5, **fields: Any) -> Any:
@@ -136,18 +159,18 @@ async def _heard(shop: Bus) -> int:
     inbox, frames = shop.inbox(), list[Any]()
     await shop.subscribe(inbox, lambda message: frames.append(json.loads(message.data)))
     await shop.barrier()
-    await shop.store("requests.in.interactive.ada.ada", _event(inbox), "heard", 20.0)
+    await shop.store("requests.in.interactive.ada.ada", _event(inbox), inbox, 20.0)
     with anyio.fail_after(20):
         while not frames or frames[-1]["kind"] == "tokens":
             await anyio.sleep(0.05)
     return int(frames[-1]["usage"]["completion_tokens"])
 
 
-async def _kept(shop: Bus) -> int:
-    """Of one that is kept for it, as soon as it is there."""
-    await shop.store("requests.in.interactive.ada.ada", _event("replies.shop.r1"), "kept", 20.0)
+async def _kept(shop: Bus, name: str) -> int:
+    """Of one that is kept for it under that name, as soon as it is there."""
+    await shop.store("requests.in.interactive.ada.ada", _event(f"replies.shop.{name}"), f"kept-{name}", 20.0)
     with anyio.fail_after(20):
-        while not (whole := await shop.request("$JS.API.DIRECT.GET.REPLIES.replies.shop.r1", b"", 5.0)):
+        while not (whole := await shop.request(f"$JS.API.DIRECT.GET.REPLIES.replies.shop.{name}", b"", 5.0)):
             await anyio.sleep(0.1)
     return int(json.loads(whole)["usage"]["completion_tokens"])
 

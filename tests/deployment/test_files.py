@@ -83,7 +83,7 @@ def test_a_unit_waits_for_as_long_as_its_process_may_drain() -> None:
         path.stem: int(re.search(r"(?m)^TimeoutStopSec=(\d+)$", path.read_text("utf-8"))[1])  # type: ignore[index]
         for path in SYSTEMD
     }
-    assert min(stops_s["headrace-prefill@"], stops_s["headrace-decode@"]) > WORKER_STOP_S
+    assert min(stops_s[f"headrace-{role}@"] for role in ("prefill", "decode", "both")) > WORKER_STOP_S
     assert stops_s["headrace-gateway"] > DRAIN_RATIO * production().up.drain_s + 1
     assert stops_s["headrace-nats"] > _lame_duck_s()
 
@@ -123,8 +123,8 @@ def test_the_compose_file_mounts_files_that_are_there_or_that_its_head_names() -
 def test_a_container_has_the_time_that_its_drain_takes() -> None:
     graces_s = {name: int(service["stop_grace_period"].removesuffix("s")) for name, service in compose()["services"].items()
                 if "stop_grace_period" in service}  # fmt: skip
-    workers = [grace for name, grace in graces_s.items() if name.startswith(("prefill", "decode"))]
-    assert len(workers) == 4
+    workers = [grace for name, grace in graces_s.items() if name.startswith(("prefill", "decode", "both"))]
+    assert len(workers) == 7
     assert min(workers) > WORKER_STOP_S
     assert graces_s["gateway"] > DRAIN_RATIO * production().up.drain_s + 1
     assert {graces_s[f"nats-{number}"] for number in range(3)} == {60}
@@ -265,15 +265,15 @@ def test_every_variable_is_a_setting_and_gives_a_role_its_key_and_inboxes() -> N
     seen = 0
     for name, environ in environments():
         config = load(PRODUCTION, environ)
-        role = roles.get(name, name.removesuffix("-simulated"))
+        role = roles.get(name, name.partition("-simulated")[0])
         if environ:
             seen += 1
             assert config.nats.inbox_prefix == f"_INBOX.{role}"
             assert re.fullmatch(rf"/(run/secrets|etc/headrace/nkeys)/{role}(\.seed)?", config.nats.nkey_seed)
-    assert seen == 12
+    assert seen == 15
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
 def test_the_engines_settings_agree_on_a_gpu(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "cpu_build", lambda: False)
     config = production()

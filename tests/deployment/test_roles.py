@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 Verb = Literal["publish", "subscribe"]
 
-ALL: Final = "gateway prefill decode keeper operator"
+ALL: Final = "gateway prefill decode both keeper operator"
 ACTS: Final[tuple[tuple[str, Verb, str, str], ...]] = (
     # What it is, how, on which subject, and who may.
     ("ask for a reply", "publish", "requests.in.interactive.ada.ada", "gateway operator producer"),
@@ -31,8 +31,8 @@ ACTS: Final[tuple[tuple[str, Verb, str, str], ...]] = (
     ("put a request into a shard, past the transform", "publish", "requests.shard.3.interactive.ada.ada", ""),
     ("read requests as they are published", "subscribe", "requests.in.>", ""),
     ("read requests as they are stored", "subscribe", "requests.shard.>", ""),
-    ("pull a request", "publish", "$JS.API.CONSUMER.MSG.NEXT.REQUESTS_interactive.s0", "prefill operator"),
-    ("ack a request", "publish", "$JS.ACK.REQUESTS_interactive.s0.1.1.1.1.0", "gateway prefill decode"),
+    ("pull a request", "publish", "$JS.API.CONSUMER.MSG.NEXT.REQUESTS_interactive.s0", "prefill both operator"),
+    ("ack a request", "publish", "$JS.ACK.REQUESTS_interactive.s0.1.1.1.1.0", "gateway prefill decode both"),
     ("read a request out of its stream", "publish", "$JS.API.STREAM.MSG.GET.REQUESTS_batch", "keeper operator"),
     ("read one as replicas give it", "publish", "$JS.API.DIRECT.GET.REQUESTS_batch", "operator"),
     ("delete a request", "publish", "$JS.API.STREAM.MSG.DELETE.REQUESTS_interactive", "keeper operator"),
@@ -42,54 +42,58 @@ ACTS: Final[tuple[tuple[str, Verb, str, str], ...]] = (
     ("make a stream", "publish", "$JS.API.STREAM.CREATE.MINE", "operator"),
     ("make a consumer", "publish", "$JS.API.CONSUMER.CREATE.REQUESTS_interactive.mine", "operator"),
     ("delete a consumer", "publish", "$JS.API.CONSUMER.DELETE.REQUESTS_interactive.s0", "operator"),
-    ("see how a stream is declared", "publish", "$JS.API.STREAM.INFO.REQUESTS_interactive", "prefill decode keeper operator"),
+    ("see how a stream is declared", "publish", "$JS.API.STREAM.INFO.REQUESTS_batch", "prefill decode both keeper operator"),
     ("see what waits on each shard", "publish", "$JS.API.CONSUMER.LIST.REQUESTS_interactive", "keeper operator"),
     ("list all streams", "publish", "$JS.API.STREAM.LIST", "operator"),
-    ("ask for credits", "publish", "credit.decode-1", "prefill operator"),
-    ("give credits", "subscribe", "credit.decode-1", "decode"),
-    ("hand over", "publish", "handoff.decode-1", "prefill"),
-    ("take a handoff", "subscribe", "handoff.decode-1", "decode"),
+    ("ask for credits", "publish", "credit.decode-1", "prefill both operator"),
+    ("give credits", "subscribe", "credit.decode-1", "decode both"),
+    ("hand over", "publish", "handoff.decode-1", "prefill both"),
+    ("take a handoff", "subscribe", "handoff.decode-1", "decode both"),
     ("fence a holder", "publish", "holder.decode-1", "gateway"),
-    ("be told as a holder", "subscribe", "holder.decode-1", "prefill decode"),
+    ("be told as a holder", "subscribe", "holder.decode-1", "prefill decode both"),
     ("cancel a request", "publish", "control.cancel.r", "gateway operator"),
     ("order a worker", "publish", "control.worker.prefill-1", "gateway operator"),
-    ("take orders", "subscribe", "control.worker.prefill-1", "prefill decode"),
+    ("take orders", "subscribe", "control.worker.prefill-1", "prefill decode both"),
     ("change a setting", "publish", "$KV.settings.prefill.slots", "operator"),
-    ("follow settings", "subscribe", "$KV.settings.>", "gateway prefill decode"),
-    ("read settings", "publish", "$JS.API.STREAM.MSG.GET.KV_settings", "gateway prefill decode operator"),
-    ("see how far settings are", "publish", "$JS.API.STREAM.INFO.KV_settings", "gateway prefill decode keeper operator"),
-    ("answer as a gateway's worker", "publish", "_INBOX.gateway.g.1.f", "prefill decode keeper"),
-    ("answer a producer", "publish", "_INBOX.producer.shop.1", "prefill decode keeper"),
-    ("answer a prefill worker", "publish", "_INBOX.prefill.p.1", "gateway decode"),
+    ("follow settings", "subscribe", "$KV.settings.>", "gateway prefill decode both"),
+    ("read settings", "publish", "$JS.API.STREAM.MSG.GET.KV_settings", "gateway prefill decode both operator"),
+    ("see how far settings are", "publish", "$JS.API.STREAM.INFO.KV_settings", "gateway prefill decode both keeper operator"),
+    ("answer as a gateway's worker", "publish", "_INBOX.gateway.g.1.f", "prefill decode both keeper"),
+    ("answer a producer", "publish", "_INBOX.producer.shop.1", "prefill decode both keeper"),
+    ("answer a prefill worker", "publish", "_INBOX.prefill.p.1", "gateway decode both"),
     ("answer a decode worker", "publish", "_INBOX.decode.d.1", "gateway"),
-    ("answer an operator", "publish", "_INBOX.operator.o.1", "gateway prefill decode keeper"),
+    ("answer a worker for both", "publish", "_INBOX.both.b.1", "gateway decode both"),
+    ("answer an operator", "publish", "_INBOX.operator.o.1", "gateway prefill decode both keeper"),
     ("hear a gateway's answers", "subscribe", "_INBOX.gateway.>", "gateway"),
+    ("hear a prefill worker's answers", "subscribe", "_INBOX.prefill.>", "prefill"),
+    ("hear a decode worker's answers", "subscribe", "_INBOX.decode.>", "decode"),
+    ("hear the answers of one for both", "subscribe", "_INBOX.both.>", "both"),
     ("hear the shop's answers", "subscribe", "_INBOX.producer.shop.>", "producer"),
     ("hear another producer's answers", "subscribe", "_INBOX.producer.other.>", ""),
     ("hear all answers", "subscribe", "_INBOX.>", ""),
     ("hear everything", "subscribe", ">", ""),
-    ("keep a reply for a producer", "publish", "replies.shop.r", "prefill decode keeper"),
+    ("keep a reply for a producer", "publish", "replies.shop.r", "prefill decode both keeper"),
     ("hear replies as they are kept", "subscribe", "replies.>", ""),
     ("read the shop's kept replies", "publish", "$JS.API.DIRECT.GET.REPLIES.replies.shop.r", "producer operator"),
     ("read another's kept replies", "publish", "$JS.API.DIRECT.GET.REPLIES.replies.other.r", "operator"),
     ("read any kept reply", "publish", "$JS.API.DIRECT.GET.REPLIES", "operator"),
     ("write a persona", "publish", "$KV.personas.ada", "gateway operator"),
-    ("read personas", "publish", "$JS.API.STREAM.MSG.GET.KV_personas", "gateway prefill operator"),
+    ("read personas", "publish", "$JS.API.STREAM.MSG.GET.KV_personas", "gateway prefill both operator"),
     ("read personas as replicas give them", "publish", "$JS.API.DIRECT.GET.KV_personas.$KV.personas.bob", "operator"),
-    ("follow personas", "subscribe", "$KV.personas.>", "prefill operator"),
+    ("follow personas", "subscribe", "$KV.personas.>", "prefill both operator"),
     ("delete personas", "publish", "$JS.API.STREAM.PURGE.KV_personas", "operator"),
     ("write a route", "publish", "$KV.routes.ada", "gateway operator"),
     ("follow routes", "subscribe", "$KV.routes.>", "gateway operator"),
     ("drop a route", "publish", "$JS.API.STREAM.PURGE.KV_routes", "gateway operator"),
-    ("record a start", "publish", "$KV.starts.REQUESTS_interactive.1.e", "prefill decode"),
-    ("take a start back", "publish", "$JS.API.STREAM.PURGE.KV_starts", "prefill decode operator"),
-    ("take a conversation", "publish", "$KV.conversations.ada.c", "prefill decode"),
-    ("write a turn", "publish", "turns.ada.c", "prefill decode"),
-    ("read turns", "publish", "$JS.API.DIRECT.GET.TURNS", "prefill operator"),
+    ("record a start", "publish", "$KV.starts.REQUESTS_interactive.1.e", "prefill decode both"),
+    ("take a start back", "publish", "$JS.API.STREAM.PURGE.KV_starts", "prefill decode both operator"),
+    ("take a conversation", "publish", "$KV.conversations.ada.c", "prefill decode both"),
+    ("write a turn", "publish", "turns.ada.c", "prefill decode both"),
+    ("read turns", "publish", "$JS.API.DIRECT.GET.TURNS", "prefill both operator"),
     ("follow conversations", "subscribe", "turns.>", ""),
     ("say which reply was sent", "publish", "chat.sent.ada.c", "producer"),
     ("say it for another creator", "publish", "chat.sent.bob.c", ""),
-    ("keep a dead letter", "publish", "dlq.poison.interactive", "prefill decode keeper"),
+    ("keep a dead letter", "publish", "dlq.poison.interactive", "prefill decode both keeper"),
     ("watch dead letters", "subscribe", "dlq.>", "operator"),
     ("delete a dead letter", "publish", "$JS.API.STREAM.MSG.DELETE.DLQ", "operator"),
     ("make a work item for keepers", "publish", "keeper.expired.REQUESTS_batch.1", "keeper"),
@@ -98,20 +102,20 @@ ACTS: Final[tuple[tuple[str, Verb, str, str], ...]] = (
     ("hear advisories", "subscribe", "$JS.EVENT.ADVISORY.>", "operator"),
     ("forge an advisory", "publish", "$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.REQUESTS_batch.s0", ""),
     ("live as a gateway", "publish", "presence.gateway.g", "gateway"),
-    ("live as a prefill worker", "publish", "presence.prefill.p", "prefill"),
-    ("live as a decode worker", "publish", "presence.decode.d", "decode"),
+    ("live as a prefill worker", "publish", "presence.prefill.p", "prefill both"),
+    ("live as a decode worker", "publish", "presence.decode.d", "decode both"),
     ("see who lives", "subscribe", "presence.>", ALL),
     ("ask what became of a request", "publish", "control.trace.r", "operator"),
-    ("be asked what became of it", "subscribe", "control.trace.*", "gateway prefill decode keeper"),
+    ("be asked what became of it", "subscribe", "control.trace.*", "gateway prefill decode both keeper"),
     ("ask how requests fare", "publish", "control.recent", "operator"),
     ("be asked how they fare", "subscribe", "control.recent", "gateway"),
     ("record traffic", "publish", "trace.ask", "operator"),
-    ("hear who records", "subscribe", "trace.ask", "decode"),
-    ("tell a recorder of a reply", "publish", "trace.record.r", "decode"),
+    ("hear who records", "subscribe", "trace.ask", "decode both"),
+    ("tell a recorder of a reply", "publish", "trace.record.r", "decode both"),
     ("hear what is recorded", "subscribe", "trace.record.r", "operator"),
     ("ask a prefill worker", "publish", "prefill.prefill-1", "gateway operator"),
-    ("be asked as one", "subscribe", "prefill.prefill-1", "prefill"),
-    ("say what is warm", "publish", "cache.warm.prefill-1", "prefill"),
+    ("be asked as one", "subscribe", "prefill.prefill-1", "prefill both"),
+    ("say what is warm", "publish", "cache.warm.prefill-1", "prefill both"),
     ("hear what is warm", "subscribe", "cache.warm.*", "gateway"),
     ("ask the servers about themselves", "publish", "$SYS.REQ.SERVER.PING", ""),
 )  # fmt: skip
@@ -166,6 +170,22 @@ def test_the_table_has_every_permission_that_the_files_give(cluster: Cluster) ->
     patterns = {word for line in lines for word in line.split('"')[1::2]}
     unknown = {pattern for pattern in patterns if not any(_covers(pattern, subject) for _, _, subject, _ in ACTS)}
     assert unknown <= UNTRIED
+
+
+def test_a_worker_for_both_may_do_what_its_two_roles_may_and_no_more(cluster: Cluster) -> None:
+    """But hear: each connection has its own inboxes."""
+    text = (cluster.folder / "roles.conf").read_text("utf-8")
+    for verb in ("publish", "subscribe"):
+        prefill, decode, both = (_given(text, role, verb) for role in ("prefill", "decode", "both"))
+        own = {f"_INBOX.{role}.>" for role in ("prefill", "decode", "both")} if verb == "subscribe" else set()
+        assert both - own == (prefill | decode) - own
+
+
+def _given(text: str, role: str, verb: str) -> set[str]:
+    """The patterns that a role has of one kind."""
+    block = text.split(f"{role}_may {{", 1)[1].split("\n}", 1)[0]
+    lines = block.split(f"{verb}: [", 1)[1].split("]", 1)[0].splitlines()
+    return {word for line in lines if not line.strip().startswith("#") for word in line.split('"')[1::2]}
 
 
 UNTRIED: Final = {
