@@ -71,9 +71,10 @@ class DecodeWorker:
         config: Config,
         me: Identity,
         presences: Presences,
+        starts: Starts,
         leases: Leases | None = None,
     ) -> None:
-        """`leases`: kept elsewhere than on this event loop."""
+        """`starts`: of this process, whichever loops it has. `leases`: kept elsewhere than on this event loop."""
         self.bus, self.engine, self.config, self.me = bus, engine, config, me
         self.clock: Callable[[], float] = outside.monotonic_s
         self.ready = False
@@ -96,7 +97,7 @@ class DecodeWorker:
             ledger=self.ledger,
             leases=leases or LeaseKeeper(bus, self.clock),
             frames=FrameSender(bus),
-            starts=Starts(bus, me.epoch),
+            starts=starts,
             conversations=Conversations(bus),
             publish=self._publish,
             spans=self.spans,

@@ -191,7 +191,7 @@ class DecodeJob(Job):
             self._counted = True
             # A start that is not counted, rather than a reply that fails.
             with contextlib.suppress(BusError, CapacityError):
-                await self.desk.starts.record(self._message)
+                await self.desk.starts.write(self._message)
         if not (self.holding.arbitrated or self.holding.kept):
             # Nobody asks again for what a broken connection loses, so there the reply would go on with a hole.
             self._stop_watching = self.desk.bus.on_disconnect(lambda: self.happen(Event.DOUBT))

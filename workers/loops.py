@@ -4,7 +4,6 @@ A worker whose engine was started for one role has that role's loop. One whose e
 of its life; a closed one takes nothing and says nothing of itself. What is to be open when is `pipeline.protocol.arrangement`.
 """
 
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -14,6 +13,7 @@ import structlog
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
+from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Announcer
 from pipeline.config import Config
@@ -28,6 +28,7 @@ from workers.engines.port import Engine
 from workers.identity import Identity
 from workers.leases import Leases
 from workers.prefill import PrefillWorker
+from workers.starts import Starts
 
 Loop = PrefillWorker | DecodeWorker
 
@@ -64,10 +65,9 @@ class Loops:
         if built_for == "both":
             _check_room(self._sizes)
         adapted = self._adapted(config, self._sizes.beside)
-        self.prefill = (
-            PrefillWorker(bus, engine, adapted, me, presences, leases) if takes(built_for, "prefill") else None
-        )
-        self.decode = DecodeWorker(bus, engine, adapted, me, presences, leases) if takes(built_for, "decode") else None
+        parts = (bus, engine, adapted, me, presences, Starts(bus, me.epoch), leases)
+        self.prefill = PrefillWorker(*parts) if takes(built_for, "prefill") else None
+        self.decode = DecodeWorker(*parts) if takes(built_for, "decode") else None
         if self.prefill is not None and self.decode is not None:
             self.decode.beside = self._beside
             self.prefill.slots.close()
@@ -124,11 +124,13 @@ class Loops:
             await loop.resume()
 
     async def drain(self) -> None:
-        """Take nothing new, and let what runs finish. The caller sets the bound."""
+        """Take nothing new, and let what runs finish. The caller sets the bound.
+
+        Prefill first: what it has read may have nowhere to go but to the decode loop beside it, which would promise nothing.
+        """
         self._leaves = True
-        async with anyio.create_task_group() as tasks:
-            for loop in self._loops:
-                tasks.start_soon(loop.drain)
+        for loop in self._loops:
+            await loop.drain()
 
     def let_go(self) -> None:
         """The bound of the drain has passed: give every request back, alive."""
@@ -169,9 +171,9 @@ class Loops:
 
         Who is told to leave meanwhile opens nothing more.
         """
-        began_s, let_go = time.monotonic(), False
+        began_s, let_go = outside.monotonic_s(), False
         while not self._leaves and not await self._move():
-            if not let_go and time.monotonic() - began_s > DRAIN_S:
+            if not let_go and outside.monotonic_s() - began_s > DRAIN_S:
                 let_go = True
                 for loop in self._loops:
                     if not takes(self.role, _role_of(loop)):
@@ -180,7 +182,7 @@ class Loops:
         self.turning = False
         if self._leaves:
             return
-        took_s = time.monotonic() - began_s
+        took_s = outside.monotonic_s() - began_s
         metrics.ROLE_CHANGE_SECONDS.observe(took_s)
         log.info("turned", role=self.role, seconds=round(took_s, 3))
 

@@ -63,9 +63,10 @@ class PrefillWorker:
         config: Config,
         me: Identity,
         presences: Presences,
+        starts: Starts,
         leases: Leases | None = None,
     ) -> None:
-        """`leases`: kept elsewhere than on this event loop."""
+        """`starts`: of this process, whichever loops it has. `leases`: kept elsewhere than on this event loop."""
         self.bus, self.engine, self.config, self.me, self.presences = bus, engine, config, me, presences
         self.clock: Callable[[], float] = outside.monotonic_s
         self.slots = Slots(config.prefill.slots, config.classes.weights)
@@ -91,7 +92,7 @@ class PrefillWorker:
             ),
             leases=leases or LeaseKeeper(bus, self.clock),
             verdicts_at=bus.inbox(),
-            starts=Starts(bus, me.epoch),
+            starts=starts,
             decoders=self.decoders,
             living=lambda: presences.epochs(self.clock()),
             silence_s=lambda decode: self.clock() - presences.heard_s("decode", decode),

@@ -236,11 +236,11 @@ class PrefillJob(Job):
 
     async def _record(self) -> int:
         """Record this start. Returns how many have died since theirs."""
+        self._counted = True  # also where it is not known
         try:
-            epochs = await self.desk.starts.record(self.ack)
+            epochs = await self.desk.starts.read(self.ack)
         except CapacityError as error:
             raise Unanswered(f"The start was not recorded: {error}.") from None
-        self._counted = True
         return len(set(epochs) - self.desk.living() - {self.desk.me.epoch})
 
     async def _render(self) -> None:

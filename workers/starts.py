@@ -1,7 +1,9 @@
 """Starts of redelivered requests, kept where they outlive the worker: a request that kills whoever works on it must be noticed.
 
 A worker records its start, under its epoch, before a redelivered request reaches its engine, and takes it back however the
-request ends, as long as it lives to do so. What is left are the records of the dead. One key a start, in the KV bucket `starts`:
+request ends, as long as it lives to do so. What is left are the records of the dead. Where one process both reads prompts and
+writes replies, nobody is to be blamed for what is read beside it: while a redelivered prompt is, the records of all whose replies
+are written there are taken back. One key a start, in the KV bucket `starts`:
 
     $KV.starts.<stream>.<sequence>.<epoch>
 """
@@ -27,6 +29,31 @@ class Starts:
     def __init__(self, bus: Bus, epoch: str) -> None:
         self._bus = bus
         self._epoch = epoch
+        self._reading: set[str] = set()
+        self._writing: dict[str, AckSubject] = {}
+
+    async def read(self, message: AckSubject) -> list[str]:
+        """As `record`, before its prompt is read. Whose reply is written beside it is not blamed if that kills us.
+
+        Until it is taken back, or written here. What cannot be taken back of others counts.
+        """
+        key = self._key(message)
+        self._reading.add(key)
+        others = [self._writing.pop(other) for other in list(self._writing) if other != key]
+        for other in others:
+            with contextlib.suppress(BusError):
+                await self.take_back(other)
+        return await self.record(message)
+
+    async def write(self, message: AckSubject) -> None:
+        """As `record`, before its reply is written. Beside others whose prompts are read it is not recorded, but taken back."""
+        key = self._key(message)
+        self._reading.discard(key)
+        if self._reading:
+            await self.take_back(message)
+            return
+        self._writing[key] = message
+        await self.record(message)
 
     async def record(self, message: AckSubject) -> list[str]:
         """Remember that we start on it. Returns the epochs that have, ours among them.
@@ -41,6 +68,8 @@ class Starts:
 
     async def take_back(self, message: AckSubject) -> None:
         """We live, so it has not killed us. Raises `BusError`: then the record counts until the bucket forgets it."""
+        self._reading.discard(self._key(message))
+        self._writing.pop(self._key(message), None)
         asked = msgspec.json.encode({"filter": self._key(message)})
         await self._bus.request(f"$JS.API.STREAM.PURGE.{STREAM}", asked, STARTS_TIMEOUT_S)
 

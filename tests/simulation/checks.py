@@ -1,6 +1,6 @@
 """What must be true, at every step, at each end and at rest: not what the product believes, but what is.
 
-every step   a ledger's blocks are conserved, no grant is spent twice
+every step   a ledger's blocks are conserved, no grant is spent twice; what prefills beside them may need is not promised
              a claim that begins a delivery is never fenced; only the one that was last told `go` adds tokens to a reply
              a message is acked only when its receiver has its end, or is gone (or its end is sent, if it is only a subscription)
              a NAK takes nothing away from a worker that lives and works on it
@@ -54,7 +54,7 @@ class Checks(Watch):
         """Gateways that were silent for so long that workers may take them for gone."""
         self.fleet: Fleet
         self.ends = Ends(plan, self.away, lambda request: self.fleet.samplings.get(request, []))
-        self._broker, self._story, self._clients = broker, story, clients
+        self._plan, self._broker, self._story, self._clients = plan, broker, story, clients
         self._inboxes: dict[str, Subscriber] = {}
         self._spent: set[tuple[str, str]] = set()
         self._claims: dict[str, Claim] = {}
@@ -79,7 +79,7 @@ class Checks(Watch):
         """A process has begun a life: look into it."""
         self.ill(running.process)
         if running.decode is not None:
-            self._look_into(running.decode.ledger)
+            self._look_into(running, running.decode.ledger)
         if running.gateway is not None:
             self._look_at(running.gateway)
 
@@ -186,7 +186,7 @@ class Checks(Watch):
         ill_until_s = max(self._ill_until_s.get(process, 0.0), self._ill_until_s.get(None, 0.0))
         return process.frozen is None and self._broker.loop.now_s - ill_until_s > HEARD_WITHIN_S
 
-    def _look_into(self, ledger: Ledger) -> None:
+    def _look_into(self, running: Running, ledger: Ledger) -> None:
         consume = ledger.consume
 
         def checked_consume(ask_id: str, epoch: str, now_s: float) -> Consumption:
@@ -195,26 +195,31 @@ class Checks(Watch):
                 if (ledger.epoch, ask_id) in self._spent:
                     self.wrong(f"grant {ask_id} was spent twice at {ledger.decode}")
                 self._spent.add((ledger.epoch, ask_id))
-            self._balance(ledger)
+            self._balance(running, ledger)
             return found
 
         ledger.consume = checked_consume  # type: ignore[method-assign]
-        for name in ("ask", "give_back", "release", "tick"):
-            setattr(ledger, name, self._checked(ledger, getattr(ledger, name)))
+        for name in ("ask", "give_back", "release", "tick", "withhold"):
+            setattr(ledger, name, self._checked(running, ledger, getattr(ledger, name)))
 
-    def _checked(self, ledger: Ledger, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(self, running: Running, ledger: Ledger, method: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
-            self._balance(ledger)
+            self._balance(running, ledger)
             return result
 
         return checked
 
-    def _balance(self, ledger: Ledger) -> None:
+    def _balance(self, running: Running, ledger: Ledger) -> None:
         try:
             ledger.check()
         except AssertionError as error:
             self.wrong(f"the ledger of {ledger.decode} does not balance: {error}")
+        if running.prefill is not None and running.engine is not None:
+            info, prefills = running.engine.info, running.prefill.slots.busy
+            promised, largest = ledger.blocks - ledger.free, -(-info.max_model_len // info.block_size)
+            if promised + prefills * largest > info.kv_blocks:
+                self.wrong(f"{running} has promised {promised} blocks beside {prefills} prefills of up to {largest}")
 
     def _look_at(self, gateway: Gateway) -> None:
         replies, opened = gateway.replies, self._clients
@@ -267,12 +272,17 @@ class Checks(Watch):
             if running.decode is not None:
                 self._bound(running, "seats of batch", *_batch_seats(running.decode.ledger))
             if (worker := running.prefill) is not None:
-                self._bound(running, "busy slots", worker.slots.busy, worker.slots.capacity)
-                self._bound(running, "pulls", worker.slots.outstanding, 8 * worker.slots.capacity)
-                self._bound(running, "jobs", len(worker._jobs._jobs), worker.slots.capacity)
+                # One that turns ends what it began with more slots than it is to have.
+                slots = max(worker.slots.capacity, self._plan.config.prefill.slots if running.decode else 0)
+                self._bound(running, "busy slots", worker.slots.busy, slots)
+                self._bound(running, "pulls", worker.slots.outstanding, 8 * slots)
+                self._bound(running, "jobs", len(worker._jobs._jobs), slots)
                 most = worker.slots.weights.slots_most(worker.slots.capacity)
                 self._bound(running, "slots of batch", worker.slots.busy_of(BATCH), most)
                 self._bound(running, "tombstones", len(worker._jobs._cancelled._ids), TOMBSTONES_MAX)
+            if running.decode is not None and running.engine is not None:
+                self._bound(running, "preemptions", running.engine.usage().preemptions, 0)
+                self._bound(running, "disagreements with its engine", running.decode.ledger.disagreements, 0)
 
     def _bound(self, running: Running, what: str, have: int, most: int) -> None:
         if have > most:
@@ -322,6 +332,8 @@ class Checks(Watch):
                 "jobs": len(decoder._jobs._jobs),
                 "leases": _leases(decoder.desk.leases),
             }
+        if running.loops is not None:
+            left["turns that go on"] = int(running.loops.turning)
         if running.gateway is not None:
             left["open replies"] = len(running.gateway.replies)
             left["routes that are not the bucket's"] = len(

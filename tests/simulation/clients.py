@@ -17,7 +17,8 @@ from pipeline.bus.connection import Bus
 from pipeline.errors import ErrorBody, ReplyError
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import Done, encode
-from tests.simulation.engine import Drawn, drawn
+from pipeline.protocol.reply import Piece
+from tests.simulation.engine import Choices, drawn
 from tests.simulation.fleet import Running
 from tests.simulation.plan import Order
 from workers.engines.simulated.reply import sampling_of
@@ -34,17 +35,29 @@ class Client(ABC):
 
     def __init__(self, order: Order) -> None:
         self.order = order
-        self.text = ""
+        self.choices: Choices = []
+        """What it has of each reply, mostly of one: ids and text."""
         self.end: Done | ErrorBody | None = None
         self.cut = False
         self.left = False
         self.task: asyncio.Task[None] | None = None
         self.at: Running | None = None
 
+        self.clear()
+
     @property
-    @abstractmethod
-    def ids(self) -> list[int]:
-        """The tokens that it has."""
+    def tokens(self) -> int:
+        """How many it has, of all replies."""
+        return sum(len(ids) for ids, _ in self.choices)
+
+    def clear(self) -> None:
+        """It has nothing."""
+        self.choices = [([], "") for _ in range(self.order.n)]
+
+    def add(self, piece: Piece) -> None:
+        """Something more of one reply."""
+        ids, text = self.choices[piece.choice]
+        self.choices[piece.choice] = ([*ids, *piece.ids], text + piece.text)
 
     @property
     def over(self) -> bool:
@@ -66,7 +79,7 @@ class Client(ABC):
     def say_end(self, told: Told) -> None:
         """Tell how it ended."""
         if isinstance(self.end, Done):
-            told("whole", f"{len(self.ids)} tokens")
+            told("whole", f"{self.tokens} tokens")
         elif self.end is not None:
             told("failed", f"{self.end.code}: {self.end.message}")
 
@@ -90,10 +103,6 @@ class HttpClient(Client):
         self.relay: Relay | None = None
 
     @property
-    def ids(self) -> list[int]:
-        return list(self.relay.receiver.ids) if self.relay is not None else []
-
-    @property
     def over(self) -> bool:
         return super().over or (self.relay is not None and (self.relay.end is not None or self.relay.left))
 
@@ -102,20 +111,25 @@ class HttpClient(Client):
         assert gateway is not None
         self.at = at
         relay = self.relay = gateway.replies.open(order.id, outside.monotonic_s(), order.timeout_s)
+        relay.detailed = True  # all tokens are looked at, also those that add no text
         try:
             await self._publish(at, relay)
             while relay.end is None and not relay.left:
                 await relay.something()
-                self.text += "".join(piece.text for piece in relay.take())
-            self.text += "".join(piece.text for piece in relay.take())
+                self._read(relay)
+            self._read(relay)
         finally:
             gateway.replies.close(relay)
         if relay.end is None:
             self.left = True
-            told("left", f"after {len(relay.receiver.ids)} tokens")
+            told("left", f"after {self.tokens} tokens")
             return
         self.end = relay.end
         self.say_end(told)
+
+    def _read(self, relay: Relay) -> None:
+        for piece in relay.take():
+            self.add(piece)
 
     def leave(self) -> None:
         """The client closes its connection."""
@@ -155,6 +169,6 @@ def messages(order: Order) -> list[dict[str, str]]:
     return [{"role": "system", "content": persona}, {"role": "user", "content": order.question}]
 
 
-def undisturbed(order: Order, seed: int) -> Drawn:
-    """The reply that this request gets when nothing goes wrong."""
+def undisturbed(order: Order, seed: int) -> Choices:
+    """The replies that this request gets when nothing goes wrong."""
     return drawn(seed, prompt_of({"messages": messages(order)}), sampling_of(order.sampling), order.max_tokens)

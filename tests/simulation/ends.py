@@ -15,7 +15,7 @@ from pipeline.errors import ErrorBody
 from pipeline.limits import EXPIRED_AFTER_S, SCAN_PERIOD_S
 from pipeline.protocol.messages import Done
 from tests.simulation.clients import Client, undisturbed
-from tests.simulation.engine import Drawn, is_stateful
+from tests.simulation.engine import Choices, is_stateful
 from tests.simulation.fleet import Running
 from tests.simulation.frames import id_of
 from tests.simulation.jetstream import JetStream
@@ -32,7 +32,7 @@ ANSWERED_WITHIN_S: Final = EXPIRED_AFTER_S + SCAN_PERIOD_S + 1.0
 class Ends:
     """Judges how requests end. `caused` counts failures that were drawn; `away` are gateways that may be taken for gone."""
 
-    def __init__(self, plan: Plan, away: set[Running], samplings: Callable[[str], list[Drawn]]) -> None:
+    def __init__(self, plan: Plan, away: set[Running], samplings: Callable[[str], list[Choices]]) -> None:
         self.caused: Counter[str] = Counter()
         self.deserted = False
         """For longer than any request may wait there was nobody to serve it."""
@@ -50,7 +50,7 @@ class Ends:
         elif isinstance(end, Done):
             yield f"{order.id} has a bad {order.bad}, and got a reply"
         if isinstance(end, ErrorBody) and (why := self._unjust(client, end)):
-            yield f"{order.id} ended with {end.code} after {len(client.ids)} tokens, and {why}: {end.message}"
+            yield f"{order.id} ended with {end.code} after {client.tokens} tokens, and {why}: {end.message}"
         if order.poison and end is not None and _code(end) != "poison" and client.at not in self._away:
             yield f"{order.id} is poison, and ended otherwise: {end}"
         if isinstance(client, Producer):
@@ -58,15 +58,15 @@ class Ends:
 
     def _same(self, client: Client) -> Iterator[str]:
         """Whether it is a part of, or the whole of, what could have been drawn in one piece."""
-        order, ids, text = client.order, client.ids, client.text
+        order, have = client.order, client.choices
         stateful = is_stateful(order.sampling)
         wants = self._samplings(order.id) if stateful else [undisturbed(order, self._plan.config.simulated.seed)]
-        fits = [want for want in wants if ids == want[0][: len(ids)] and want[1].startswith(text)]
-        if not fits and (ids or text):
+        fits = [want for want in wants if _begins(have, want)]
+        if not fits and any(ids or text for ids, text in have):
             what = "is of no one sampling" if stateful else "has other tokens than the undisturbed reply"
-            yield f"{order.id} {what}: {ids} of {[want[0] for want in wants]}"
-        elif isinstance(client.end, Done) and (ids, text) not in fits:
-            yield f"{order.id} is called whole, with {text!r}, {len(ids)} tokens, of {fits}"
+            yield f"{order.id} {what}: {have} of {wants}"
+        elif isinstance(client.end, Done) and have not in fits:
+            yield f"{order.id} is called whole, with {have}, of {fits}"
 
     def _unjust(self, client: Client, error: ErrorBody) -> str:
         """Why this error has no cause that was drawn; empty where it has one."""
@@ -80,7 +80,7 @@ class Ends:
                 self._failed += 1
                 return "" if self._failed <= self.caused["engine_fails"] else "no engine was told to fail"
             case "reply_lost":
-                cut_short = is_stateful(order.sampling) and client.ids
+                cut_short = (is_stateful(order.sampling) or order.n > 1) and client.tokens
                 return "" if cut_short or client.at in self._away else "its gateway was not away"
             case "poison":
                 return "" if order.poison else "it is none"
@@ -113,6 +113,12 @@ class Ends:
                     yield f"{client.order.id} has {count} replies in REPLIES"
         if letters:
             yield f"the DLQ has copies of what nobody has asked: {letters}"
+
+
+def _begins(have: Choices, want: Choices) -> bool:
+    """Whether each reply is, up to where it is, what is wanted."""
+    pairs = zip(have, want, strict=True)
+    return all(ids == all_ids[: len(ids)] and all_text.startswith(text) for (ids, text), (all_ids, all_text) in pairs)
 
 
 def _letters(client: Client, *, calm: bool) -> list[list[str]]:

@@ -12,16 +12,20 @@ from typing import Any, Final
 import anyio
 
 from pipeline.config import Config
+from pipeline.protocol.arrangement import Role
 from tests.simulation.plan import POISON
 from workers.engines.port import Prefilled
-from workers.engines.simulated.engine import SimulatedEngine, Work
+from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.model import Job
 from workers.engines.simulated.reply import Reply, Sampling, sampling_of
 from workers.engines.simulated.tier import Tier
 from workers.engines.simulated.words import tokenise
 
 Drawn = tuple[list[int], str]
-"""One sampling: the ids and the text of a whole reply."""
+"""The ids and the text of a reply, or of what there is of it."""
+
+Choices = list[Drawn]
+"""One sampling: all replies to a request, mostly one."""
 
 _POISON: Final = tokenise(POISON)[0]
 
@@ -36,9 +40,13 @@ def is_stateful(chat: Mapping[str, Any]) -> bool:
     return chat.get("seed") is not None and chat.get("temperature") != 0
 
 
-def drawn(seed: int, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> Drawn:
-    """A whole reply, from its first token."""
-    reply = Reply(seed, array("I", prompt).tobytes(), (), sampling, max_tokens)
+def drawn(seed: int, prompt: Sequence[int], sampling: Sampling, max_tokens: int) -> Choices:
+    """Whole replies, from their first tokens."""
+    return [_drawn(seed, prompt, sampling, max_tokens, choice) for choice in range(sampling.n)]
+
+
+def _drawn(seed: int, prompt: Sequence[int], sampling: Sampling, max_tokens: int, choice: int) -> Drawn:
+    reply = Reply(seed, array("I", prompt).tobytes(), (), sampling, max_tokens, choice)
     ids, text, finish = [], "", None
     while finish is None:
         token_id, new, finish = reply.next()
@@ -51,7 +59,7 @@ class SimEngine(SimulatedEngine):
     """One process's engine. `samplings` are those of stateful replies, by request; `killed` is called when it reads poison."""
 
     def __init__(
-        self, config: Config, role: Work, tier: Tier, samplings: dict[str, list[Drawn]], killed: Callable[[], None]
+        self, config: Config, role: Role, tier: Tier, samplings: dict[str, list[Choices]], killed: Callable[[], None]
     ) -> None:
         super().__init__(config, role, tier)
         self._samplings = samplings
@@ -84,7 +92,7 @@ class SimEngine(SimulatedEngine):
         if is_stateful(chat):
             # A claim is a sampling: its id stands for the state of the sampler that began with it.
             seed, sampling = int.from_bytes(key.encode(), "little"), sampling_of(chat)
-            (job,) = jobs  # nobody here asks for several choices
-            job.reply = Reply(seed, array("I", token_ids).tobytes(), delivered, sampling, max_tokens)
+            for job in jobs:
+                job.reply = Reply(seed, array("I", token_ids).tobytes(), delivered, sampling, max_tokens, job.choice)
             self._samplings.setdefault(chat["id"], []).append(drawn(seed, token_ids, sampling, max_tokens))
         return jobs

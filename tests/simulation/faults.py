@@ -4,7 +4,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
+from pipeline.bus.errors import BusError
 from pipeline.limits import RECEIVER_SILENT_MAX_S
+from pipeline.protocol import subjects
+from pipeline.protocol.arrangement import Role
+from pipeline.protocol.control import Order, standing_decoder
+from pipeline.protocol.messages import encode
 from tests.simulation.broker import CLEAR, Weather
 from tests.simulation.fleet import Running
 from tests.simulation.plan import Fault
@@ -72,7 +77,7 @@ async def _freeze(world: "World", fault: Fault) -> bool:
 
 async def _drain(world: "World", fault: Fault) -> bool:
     running = world.fleet.alive(fault.of)
-    if running is None or running.draining or (running.prefill or running.decode) is None:
+    if running is None or running.draining or running.loops is None:
         return False
     _tell(world, running, "drains")
     task = world.loop.create_task(world.fleet.drain(fault.of, running), context=running.process.context)
@@ -137,7 +142,8 @@ async def _engine_fails(world: "World", fault: Fault) -> bool:
         return False
     count = 1 + int(3 * fault.share)
     _tell(world, running, "fails", f"its engine, {count} times")
-    running.engine.fail_next("prefill" if running.role == "prefill" else "decode", count)
+    prefills = running.role == "prefill" or (running.role == "both" and count % 2)
+    running.engine.fail_next("prefill" if prefills else "decode", count)
     world.checks.ends.caused["engine_fails"] += count
     return True
 
@@ -174,8 +180,9 @@ async def _cache_lost(world: "World", fault: Fault) -> bool:
 
 
 async def _absence(world: "World", fault: Fault) -> bool:
-    """Every prefill worker goes, and comes back when all who were in a hurry have stopped waiting."""
+    """Every worker that may prefill goes, and comes back when all who were in a hurry have stopped waiting."""
     everyone = [("prefill", number) for number in range(world.plan.prefill)]
+    everyone += [("both", number) for number in range(world.plan.both)]
     for of in everyone:
         world.fleet.kill(of)
     world.checks.ends.deserted = True
@@ -185,6 +192,51 @@ async def _absence(world: "World", fault: Fault) -> bool:
         if world.fleet.alive(of) is None:
             _tell(world, world.fleet.start(of), "starts")
     return True
+
+
+async def _turn(world: "World", fault: Fault) -> bool:
+    """An operator orders a worker to take another role, and later to be for both again."""
+    running = world.fleet.alive(fault.of)
+    if running is None or running.loops is None:
+        return False
+    role = _ROLES[int(fault.share * len(_ROLES))]
+    _tell(world, running, "ordered", f"to be {role}, for {fault.for_s:.3f} s")
+    await _order(world, fault.of, running, role)
+    await asyncio.sleep(fault.for_s)
+    await _order(world, fault.of, running, "both")
+    return True
+
+
+_ROLES: Final[tuple[Role, ...]] = ("prefill", "decode", "both")
+
+ORDERS_MAX: Final = 300
+"""A turn ends within the bound of a drain: by then an order has been obeyed, or its worker has gone."""
+
+ORDER_WAIT_S: Final = 0.1
+
+
+async def _order(world: "World", of: tuple[str, int], running: Running, role: Role) -> None:
+    """As `headrace role` gives it: said again until it is obeyed, as long as this life of the worker lasts."""
+    operator = world.fleet.running["operator", 0]
+    for _ in range(ORDERS_MAX):
+        if world.fleet.alive(of) is not running or running.draining:
+            return
+        asked = world.loop.create_task(_ask(operator, running, Order("turn", role)), context=operator.process.context)
+        if await asked:
+            return
+        await asyncio.sleep(ORDER_WAIT_S)
+    world.checks.wrong(f"{running} has not obeyed the order to be {role}")
+
+
+async def _ask(operator: Running, worker: Running, order: Order) -> bool:
+    """Whether it is obeyed. What is lost on the way, either way, is asked once more."""
+    if operator.bus is None:
+        return False
+    try:
+        answer = await operator.bus.request(subjects.control(worker.process.name), encode(order), 5.0)
+    except BusError:
+        return False
+    return not standing_decoder.decode(answer).refused
 
 
 KINDS: Final[Mapping[str, Callable[["World", Fault], Awaitable[bool]]]] = {
@@ -200,4 +252,5 @@ KINDS: Final[Mapping[str, Callable[["World", Fault], Awaitable[bool]]]] = {
     "engine_stalls": _engine_stalls,
     "cache_lost": _cache_lost,
     "absence": _absence,
+    "turn": _turn,
 }

@@ -6,7 +6,7 @@ back later, in a new life. A drained one goes as SIGTERM makes it go.
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final
 
 import anyio
@@ -18,20 +18,26 @@ from pipeline.bus.errors import BusError
 from pipeline.bus.presence import Announcer, Watcher
 from pipeline.config import Config
 from pipeline.limits import ACCUSER_PERIOD_S, DRAIN_S
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.presence import Presences
 from tests.simulation.broker import SimBroker
-from tests.simulation.engine import Drawn, SimEngine
+from tests.simulation.engine import Choices, SimEngine
 from tests.simulation.loop import Process, VirtualLoop
 from tests.simulation.restless import Restless
 from tests.simulation.wire import BROKER, SimBus
+from workers.control import Control
 from workers.decode import DecodeWorker
 from workers.engines.simulated.tier import LocalTier
 from workers.identity import new_identity
 from workers.keeper import Keeper
+from workers.loops import Loops
 from workers.prefill import PrefillWorker
 
 RESTART_S: Final = 0.3
+
+ENGINES: Final[Mapping[str, Role]] = {"prefill": "prefill", "decode": "decode", "both": "both"}
+"""What the engine of a worker is built for."""
 
 SKEW_S: Final = 0.2
 """Clocks are this wrong at most."""
@@ -47,12 +53,21 @@ class Running:
         self.scope = anyio.CancelScope()
         self.bus: Bus | None = None
         self.engine: SimEngine | None = None
-        self.prefill: PrefillWorker | None = None
-        self.decode: DecodeWorker | None = None
+        self.loops: Loops | None = None
         self.gateway: Gateway | None = None
         self.keeper: Keeper | None = None
         self.ready = False
         self.draining = False
+
+    @property
+    def prefill(self) -> PrefillWorker | None:
+        """Its prefill loop, open or closed, where its engine can."""
+        return self.loops.prefill if self.loops is not None else None
+
+    @property
+    def decode(self) -> DecodeWorker | None:
+        """Its decode loop."""
+        return self.loops.decode if self.loops is not None else None
 
     @property
     def begun_epoch(self) -> str:
@@ -63,8 +78,8 @@ class Running:
     @property
     def serves(self) -> bool:
         """Whether it has come through its start."""
-        worker = self.prefill or self.decode
-        return worker.ready if worker is not None else self.ready
+        both = [loop.ready for loop in (self.prefill, self.decode) if loop is not None]
+        return all(both) if both else self.ready
 
     def __str__(self) -> str:
         return self.process.name
@@ -82,12 +97,13 @@ class Fleet:
         begun: Callable[[Running], None],
         crashed: Callable[[Running, BaseException], None],
         poisoned: Callable[[Running], None],
+        begins: Role,
     ) -> None:
         self._loop, self._broker, self._config, self._seed = loop, broker, config, seed
-        self._begun, self._crashed, self._poisoned = begun, crashed, poisoned
+        self._begun, self._crashed, self._poisoned, self._begins = begun, crashed, poisoned, begins
         self._chance = random.Random(f"{seed}/fleet")
         self.tier = LocalTier(max(1, config.simulated.lmcache_blocks))
-        self.samplings: dict[str, list[Drawn]] = {}
+        self.samplings: dict[str, list[Choices]] = {}
         self.running: dict[tuple[str, int], Running] = {}
         self._processes: list[Process] = []
         self._ended = False
@@ -104,7 +120,8 @@ class Fleet:
         process.context.run(BROKER.set, self._broker)
         self._processes.append(process)
         running = self.running[of] = Running(process, role)
-        work = {"gateway": self._gateway, "keeper": self._keeper, "producer": self._producer}.get(role, self._worker)
+        others = {"gateway": self._gateway, "keeper": self._keeper}
+        work = self._worker if role in ENGINES else others.get(role, self._program)
         running.task = self._loop.create_task(self._live(of, running, work), context=process.context)
         return running
 
@@ -128,16 +145,16 @@ class Fleet:
 
     async def drain(self, of: tuple[str, int], running: Running) -> None:
         """SIGTERM, as `workers.runtime` obeys it."""
-        loop = running.prefill or running.decode
-        if loop is None or running.draining:
+        loops = running.loops
+        if loops is None or running.draining:
             return
         running.draining = True
         with anyio.move_on_after(DRAIN_S) as bound:
-            await loop.drain()
+            await loops.drain()
         if bound.cancelled_caught:
-            loop.let_go()
+            loops.let_go()
             with anyio.move_on_after(1.0):
-                await loop.drain()
+                await loops.drain()
         running.scope.cancel()
         await asyncio.wait({running.task})
         if self.running.get(of) is running:
@@ -182,10 +199,10 @@ class Fleet:
             self._broker.later(RESTART_S, self._again, of)
 
     async def _worker(self, of: tuple[str, int], running: Running) -> None:
-        name = running.process.name
+        name, built_for = running.process.name, ENGINES[running.role]
         engine = SimEngine(
             self._config,
-            "prefill" if running.role == "prefill" else "decode",
+            built_for,
             self.tier,
             self.samplings,
             lambda: self._broker.later(0.0, self._dies_of_poison, of, running),
@@ -196,21 +213,24 @@ class Fleet:
             async with await SimBus.connect("sim", name) as bus:
                 running.bus = bus
                 me, presences = new_identity(name), Presences()
-                loop: PrefillWorker | DecodeWorker
-                if running.role == "prefill":
-                    loop = running.prefill = PrefillWorker(bus, engine, self._config, me, presences)
-                else:
-                    loop = running.decode = DecodeWorker(bus, engine, self._config, me, presences)
+                role = self._begins if built_for == "both" else built_for
+                loops = running.loops = Loops(bus, engine, self._config, me, presences, built_for, role=role)
                 self._begun(running)
-                watcher, announcer = Watcher(bus, presences, outside.monotonic_s), Announcer(bus, loop.presence)
+                watcher = Watcher(bus, presences, outside.monotonic_s)
                 await watcher.start()
-                await announcer.start()
                 with running.scope:
-                    await loop.run()
-                await announcer.stop()
+                    async with anyio.create_task_group() as tasks:
+                        tasks.start_soon(self._control(of, running, bus, loops).run)
+                        await loops.run()
                 await watcher.stop()
         finally:
             await engine.close()
+
+    def _control(self, of: tuple[str, int], running: Running, bus: Bus, loops: Loops) -> Control:
+        def leave() -> None:
+            self._loop.create_task(self.drain(of, running), context=running.process.context)
+
+        return Control(bus, running.process.name, loops, lambda: running.draining, leave)
 
     async def _gateway(self, _: tuple[str, int], running: Running) -> None:
         async with await SimBus.connect("sim", running.process.name) as bus:
@@ -245,8 +265,8 @@ class Fleet:
                 await running.keeper.ready.wait()
                 running.ready = True
 
-    async def _producer(self, _: tuple[str, int], running: Running) -> None:
-        """A program with nothing but a connection: what it does with it is `producers.py`."""
+    async def _program(self, _: tuple[str, int], running: Running) -> None:
+        """A producer or an operator has nothing but a connection: what they do with it is in `producers.py` and `faults.py`."""
         async with await SimBus.connect("sim", running.process.name) as bus:
             running.bus = bus
             self._begun(running)

@@ -6,6 +6,7 @@ import msgspec
 
 from pipeline.errors import ErrorBody
 from pipeline.protocol.messages import AnyFrame, Done, Failed, Tokens, Usage, encoding_of, frames_decoder, pack_ids
+from pipeline.protocol.pieces import Choice, Extra
 
 
 def frames_of(data: bytes) -> list[AnyFrame]:
@@ -20,8 +21,10 @@ def frames_of(data: bytes) -> list[AnyFrame]:
         return [Failed(*head, msgspec.convert(said["error"], ErrorBody))]
     ids, text = pack_ids(said["ids"]), said["text"]
     if said["kind"] == "tokens":
-        return [Tokens(*head, ids, text)]
-    return [Done(*head, ids, text, said["finish_reason"], msgspec.convert(said["usage"], Usage))]
+        extra = said["extra"] and Extra(said["extra"]["choice"])
+        return [Tokens(*head, ids, text, extra)]
+    choices = [Choice(pack_ids(one["ids"]), one["text"], one["finish_reason"]) for one in said["choices"]]
+    return [Done(*head, ids, text, said["finish_reason"], msgspec.convert(said["usage"], Usage), choices)]
 
 
 def id_of(data: bytes) -> str:

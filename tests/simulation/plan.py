@@ -6,7 +6,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from pipeline.config import Config, Engine, LMCache, Requests, Simulated
+from pipeline.config import Both, Config, Engine, LMCache, Model, Requests, Simulated
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.messages import Encoding
 
 SHARDS: Final = 2
@@ -30,6 +31,7 @@ Kind = Literal[
     "engine_stalls",
     "cache_lost",
     "absence",
+    "turn",
 ]
 
 KINDS: Final[tuple[tuple[Kind, int], ...]] = (
@@ -45,7 +47,7 @@ KINDS: Final[tuple[tuple[Kind, int], ...]] = (
     ("engine_stalls", 2),
     ("cache_lost", 1),
 )
-"""Faults and how often, in proportion. An absence is the fate of a whole world (`_fate`)."""
+"""Faults and how often, in proportion. An absence is the fate of a whole world (`_fate`); workers for both turn (`_turning`)."""
 
 Way = Literal["subscription", "kept", "arbiter"]
 """How a producer gets its reply: on a subscription alone, from the stream REPLIES, or with a claim subject of its own."""
@@ -65,6 +67,18 @@ SAMPLINGS: Final[tuple[Mapping[str, Any], ...]] = (
 """Of the first two a reply can be continued by another worker. Of the others it cannot: see `engine.is_stateful`."""
 
 SAMPLED_SHARE: Final = 0.4
+
+SEVERAL_SHARE: Final = 0.08
+"""Requests for two replies or three. Most of them are cut short when a worker dies: see `resume.py`."""
+
+TURNING_SHARE: Final = 0.25
+"""Worlds with workers for both."""
+
+LARGEST_TOKENS: Final = 72
+"""Of prompt and reply, in such a world. What its prefills may need is withheld from decode: nine blocks for each."""
+
+KV_BLOCKS_BOTH: Final = 48
+"""That leaves room for a request of three replies, beside two prefills and the reserve."""
 
 POISON: Final = "poison"
 """A question that kills the worker that prefills it."""
@@ -92,6 +106,11 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Mapping[str, Any] = {}
 
     @property
+    def n(self) -> int:
+        """Replies that it asks for."""
+        return int(self.sampling.get("n", 1))
+
+    @property
     def poison(self) -> bool:
         """Whether it kills workers."""
         return self.question == POISON
@@ -113,11 +132,13 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A seed's draw."""
+    """A seed's draw. Workers for `both` begin, in each of their lives, as what `begins` says."""
 
     seed: int
     prefill: int
     decode: int
+    both: int = 0
+    begins: Role = "both"
     gateways: int
     keepers: int = 1
     config: Config
@@ -144,7 +165,8 @@ def draw(seed: int) -> Plan:
     )
     # Dice of their own: what came before them is drawn as it always was.
     others = random.Random(f"{seed}/producers")
-    return _mixed(_fate(_peopled(plan, others), others), random.Random(f"{seed}/classes"))
+    plan = _mixed(_fate(_peopled(plan, others), others), random.Random(f"{seed}/classes"))
+    return _turning(_several(plan, random.Random(f"{seed}/choices")), random.Random(f"{seed}/roles"))
 
 
 def _mixed(plan: Plan, chance: random.Random) -> Plan:
@@ -156,6 +178,60 @@ def _mixed(plan: Plan, chance: random.Random) -> Plan:
     ]
     prefill = msgspec.structs.replace(plan.config.prefill, max_num_batched_tokens=chance.choice((16, 32)))
     return msgspec.structs.replace(plan, orders=orders, config=msgspec.structs.replace(plan.config, prefill=prefill))
+
+
+def _several(plan: Plan, chance: random.Random) -> Plan:
+    """Some requests want several replies: of three, the longest need more than the smallest engine may promise."""
+    most = 3 if plan.config.simulated.kv_blocks >= KV_BLOCKS_BOTH else 2
+
+    def drawn(order: Order) -> Order:
+        if chance.random() >= SEVERAL_SHARE or order.bad or order.poison:
+            return order
+        return msgspec.structs.replace(order, sampling={**order.sampling, "n": min(most, chance.choice((2, 2, 3)))})
+
+    return msgspec.structs.replace(plan, orders=[drawn(order) for order in plan.orders])
+
+
+def _turning(plan: Plan, chance: random.Random) -> Plan:
+    """In some worlds there are workers for both, beside the others or alone, and they change their roles."""
+    if chance.random() >= TURNING_SHARE:
+        return plan
+    both, alone = chance.choice((1, 1, 2, 2, 3)), chance.random() < 0.5
+    begins: Role = "both" if alone else chance.choice(("both", "both", "prefill", "decode"))
+    turns = [
+        Fault(
+            at_s=chance.uniform(0.0, LOAD_S),
+            kind="turn",
+            of=("both", chance.randrange(both)),
+            for_s=chance.uniform(0.05, 1.5),
+            share=chance.random(),
+        )
+        for _ in range(chance.choice((0, 1, 2, 2, 3, 4)))
+    ]
+
+    def struck(fault: Fault) -> Fault:
+        worker = fault.of[0] in ("prefill", "decode") and fault.kind != "absence"
+        theirs = worker and (chance.random() < 0.5 or alone)
+        return msgspec.structs.replace(fault, of=("both", fault.of[1] % both)) if theirs else fault
+
+    simulated = msgspec.structs.replace(
+        plan.config.simulated, kv_blocks=max(KV_BLOCKS_BOTH, plan.config.simulated.kv_blocks)
+    )
+    config = msgspec.structs.replace(
+        plan.config,
+        model=Model(max_model_len=LARGEST_TOKENS),
+        both=Both(slots=16, prefill_slots=chance.choice((1, 2))),
+        simulated=simulated,
+    )
+    return msgspec.structs.replace(
+        plan,
+        prefill=0 if alone else plan.prefill,
+        decode=0 if alone else plan.decode,
+        both=both,
+        begins=begins,
+        config=config,
+        faults=sorted([*map(struck, plan.faults), *turns], key=lambda fault: fault.at_s),
+    )
 
 
 def _peopled(plan: Plan, chance: random.Random) -> Plan:

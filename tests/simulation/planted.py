@@ -13,14 +13,15 @@ import msgspec
 from pipeline import outside
 from pipeline.bus.errors import NoResponders
 from pipeline.limits import REPEAT_PERIOD_S
-from pipeline.protocol import request
+from pipeline.protocol import arrangement, request
 from pipeline.protocol.accuser import Accuser
+from pipeline.protocol.arrangement import Moves, Now, Role, Sizes
 from pipeline.protocol.claims import Arbiter
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import Answer, Claim, Gone, read_answer
 from pipeline.protocol.request import Decode, Effect, Effects, Event, Prefill, Stage
 from pipeline.protocol.subjects import parse_ack
-from workers import decode_job, prefill_job
+from workers import decode_job, loops, prefill_job
 from workers.holding import Holding
 from workers.keeper import Keeper
 from workers.starts import Starts
@@ -178,6 +179,18 @@ def starts_forgotten() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def blocks_promised_twice() -> Iterator[None]:
+    """A worker for both promises to replies what its prefills will need."""
+    judge = arrangement.moves
+
+    def all_of_them(role: Role, now: Now, sizes: Sizes) -> Moves:
+        return msgspec.structs.replace(judge(role, now, sizes), withhold=0)
+
+    with patch.object(loops, "moves", all_of_them):
+        yield
+
+
 PLANTED: Final = (
     Planted("ack at dequeue", ack_at_dequeue, "whose client still waits"),
     Planted("ack before whole", ack_before_whole, "whose client still waits"),
@@ -190,4 +203,5 @@ PLANTED: Final = (
     Planted("two samplings spliced", samplings_spliced, "is of no one sampling"),
     Planted("a keeper that tells nobody", buried_in_silence, "whose client still waits"),
     Planted("starts forgotten", starts_forgotten, "is poison, and ended otherwise"),
+    Planted("blocks promised twice", blocks_promised_twice, "blocks beside"),
 )

@@ -20,8 +20,9 @@ from pipeline.bus.errors import Disconnected
 from pipeline.errors import ErrorBody, ReplyError
 from pipeline.limits import EXPIRED_AFTER_S
 from pipeline.protocol.messages import AnyFrame, Claim, Done, Failed, Tokens, claim_decoder, encode, unpack_ids
-from pipeline.protocol.reply import Receiver
+from pipeline.protocol.reply import Piece, Receiver
 from tests.simulation.clients import Client, Told
+from tests.simulation.engine import Choices
 from tests.simulation.fleet import Running
 from tests.simulation.frames import frames_of
 from tests.simulation.plan import Order
@@ -44,12 +45,7 @@ class Producer(Client):
         self.unsent = False
         """Its publish has failed. The stream may have it all the same."""
         self.waited_s = 0.0
-        self._ids: list[int] = []
         self._ended = anyio.Event()
-
-    @property
-    def ids(self) -> list[int]:
-        return self._ids
 
     async def ask(self, at: Running, told: Told) -> None:
         assert at.bus is not None
@@ -81,7 +77,12 @@ class Producer(Client):
 
     def read_whole(self, done: Done) -> None:
         """What counts in the end is what `done` says."""
-        self._ids, self.text = unpack_ids(done.ids), done.text
+        self.choices = whole(done)
+
+
+def whole(done: Done) -> Choices:
+    """All that a reply's end says."""
+    return [(unpack_ids(choice.ids), choice.text) for choice in done.all_choices]
 
 
 class Subscriber(Producer):
@@ -121,8 +122,10 @@ class Subscriber(Producer):
         if isinstance(frame, Failed):
             self.finish(frame.error)
         elif isinstance(frame, Done):
-            if frame.claim == self._claim and not self.shaken and unpack_ids(frame.ids) != self._ids:
-                self._wrong(f"{self.order.id} was sent {self._ids} under {frame.claim}, and told that it was {frame}")
+            if frame.claim == self._claim and not self.shaken and _ids(whole(frame)) != _ids(self.choices):
+                self._wrong(
+                    f"{self.order.id} was sent {self.choices} under {frame.claim}, and told that it was {frame}"
+                )
             self.read_whole(frame)
             self.finish(frame)
         elif frame.claim not in self._old:
@@ -131,14 +134,16 @@ class Subscriber(Producer):
     def _add(self, frame: Tokens) -> None:
         if frame.claim != self._claim:
             self._old.add(self._claim)
-            self._claim, self._ids, self.text = frame.claim, [], ""
-        if frame.index == len(self._ids):
-            self._ids = [*self._ids, *unpack_ids(frame.ids)]
-            self.text += frame.text
+            self._claim = frame.claim
+            self.clear()
+        if frame.index == self.tokens:
+            self.add(Piece(frame.extra.choice if frame.extra else 0, frame.text, tuple(unpack_ids(frame.ids))))
         elif not self.shaken:
-            self._wrong(
-                f"{self.order.id} has {len(self._ids)} tokens of {frame.claim}, and is sent number {frame.index}"
-            )
+            self._wrong(f"{self.order.id} has {self.tokens} tokens of {frame.claim}, and is sent number {frame.index}")
+
+
+def _ids(choices: Choices) -> list[list[int]]:
+    return [ids for ids, _ in choices]
 
 
 class Keeping(Producer):
@@ -172,10 +177,6 @@ class Arbiter(Producer):
         self._receiver = Receiver(order.id)
         self._bus: Bus
 
-    @property
-    def ids(self) -> list[int]:
-        return list(self._receiver.ids)
-
     async def listen(self, bus: Bus) -> dict[str, Any]:
         """Until the world ends: who tells the end of a reply may have to tell it again."""
         self._bus, inbox = bus, bus.inbox()
@@ -191,13 +192,14 @@ class Arbiter(Producer):
     def _frames_came(self, message: Message) -> None:
         for frame in frames_of(message.data):
             heard = self._receiver.frame(frame, outside.monotonic_s())
-            if heard.ids:
+            if any(piece.ids for piece in heard.pieces):
                 self._grown(self.order.id, {frame.claim})
             if heard.answer is not None and message.reply:
                 self._say(message.reply, heard.answer)
             if heard.notice is not None:
                 self._say(*heard.notice)
-            self.text = self._receiver.text
+            for piece in heard.pieces:
+                self.add(piece)
             if heard.end is not None:
                 self.finish(heard.end if isinstance(heard.end, Done) else heard.end.error)
 

@@ -58,7 +58,7 @@ class World:
         self.clients.update({order.id: self._client_of(order) for order in plan.orders})
         checks = self.checks
         self.fleet = checks.fleet = Fleet(
-            loop, self.broker, plan.config, plan.seed, checks.begun, checks.crashed, checks.poisoned
+            loop, self.broker, plan.config, plan.seed, checks.begun, checks.crashed, checks.poisoned, plan.begins
         )
         self.struck: Counter[str] = Counter()
         self.tasks: list[asyncio.Task[None]] = []
@@ -85,9 +85,11 @@ class World:
         for role, count in (
             ("decode", self.plan.decode),
             ("prefill", self.plan.prefill),
+            ("both", self.plan.both),
             ("gateway", self.plan.gateways),
             ("keeper", self.plan.keepers),
             ("producer", 1),
+            ("operator", int(self.plan.both > 0)),
         ):
             for number in range(count):
                 yield role, number

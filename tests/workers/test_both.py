@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.config import Both, Config
 from pipeline.errors import OperatorError
+from pipeline.limits import DRAIN_S
 from pipeline.protocol import subjects
 from pipeline.protocol.arrangement import Role
 from pipeline.protocol.control import Order, Standing, standing_decoder
@@ -146,6 +147,19 @@ async def test_a_change_of_role_under_load_loses_nothing(broker: NatsServer, way
         await until(lambda: all(running.loops.under_way == 0 for running in made.workers.values()))
         await nothing_left(made.bus)
         sound(made)
+
+
+async def test_the_only_worker_ends_what_it_has_read_before_it_goes(broker: NatsServer) -> None:
+    """Nobody else would promise room for it, and it would wait until the bound of the drain."""
+    slow = config(broker.url, prefill_overhead_s=0.2, step_s=0.01)
+    async with fleet(slow, prefill=0, decode=0, both=1) as made, anyio.create_task_group() as tasks:
+        asked = await many(made, 2)
+        await until(lambda: made.prefill("both-1").under_way == 2)
+        began_s = anyio.current_time()
+        made.workers["both-1"].leave(tasks)
+        await all_whole(asked)
+        assert anyio.current_time() - began_s < DRAIN_S / 4
+        await until(lambda: made.workers["both-1"].scope.cancel_called, within_s=DRAIN_S / 2)
 
 
 async def test_who_has_become_something_else_says_nothing_of_its_former_loop(broker: NatsServer) -> None:
