@@ -162,7 +162,7 @@ class Endpoint:
         wake = asyncio.Event()
         parts = [self._replies.open(part.id, asked_s, order.timeout_s, wake) for part in order.parts]
         for part, place in zip(parts, places, strict=True):
-            part.detailed, part.klass = not order.detail.plain, order.klass
+            part.detailed, part.klass, part.continues = not order.detail.plain, order.klass, order.continues
             part.on_begun = functools.partial(self._begun, place)
         reply = parts[0] if len(parts) == 1 else Together(parts, order.detail.choices, wake)
         self._account.begin(order, parts, out.request_id, self._clock())

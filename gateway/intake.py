@@ -10,7 +10,7 @@ import msgspec
 
 from pipeline.errors import BodyEncoded, BodyTooLarge, InvalidField
 from pipeline.limits import COMPLETION_BYTES_MAX, REQUEST_ID_BYTES_MAX
-from pipeline.protocol import by_reference, subjects, tracing
+from pipeline.protocol import by_reference, resume, subjects, tracing
 from pipeline.protocol.by_reference import Reference
 from pipeline.protocol.chat import RESERVED, Chat, to_map, to_part
 from pipeline.protocol.completions import MAX_TOKENS, CompletionRequest, Request, check_no_reference
@@ -79,6 +79,7 @@ class Order(msgspec.Struct, kw_only=True):
 
     `conversation` keeps its turns together where a creator's are spread. `model` is what the client asked for, then what it gets.
     `referred`: it names its persona and history instead of carrying them. `trace` are headers for the stored message.
+    `continues`: should its worker die, another goes on with the reply where it was.
     """
 
     id: str
@@ -93,6 +94,7 @@ class Order(msgspec.Struct, kw_only=True):
     timeout_s: float
     trace: dict[str, str]
     referred: bool = False
+    continues: bool = True
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +232,7 @@ def take(
         timeout_s=timeout_s,
         trace=trace_of(headers),
         referred=reference is not None,
+        continues=resume.continues(theirs),
     )
 
 

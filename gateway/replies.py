@@ -26,6 +26,7 @@ from pipeline.protocol.messages import (
     Answer,
     AnyFrame,
     Cancel,
+    Claim,
     Done,
     Failed,
     Fenced,
@@ -66,10 +67,12 @@ class Reply:
 
     __slots__ = (
         "_parts",
+        "_seen",
         "_sink",
         "_wake",
         "answer_by_s",
         "at",
+        "continues",
         "delivered",
         "detailed",
         "doubted",
@@ -97,6 +100,8 @@ class Reply:
         self.delivered = False
         self.detailed = False
         """Tokens count as news even where they add no text."""
+        self.continues = True
+        """Another worker can go on with it. Where not, it begins again, as long as the client has seen nothing."""
         self.end: Done | ErrorBody | None = None
         self.left = False
         self.last_frame_s: float | None = None
@@ -104,6 +109,7 @@ class Reply:
         self.on_begun: Callable[[], None] | None = None
         """Called at the first token."""
         self._sink: Sink | None = None
+        self._seen = False
         self._parts: list[Piece] = []
         self._wake = wake or asyncio.Event()
 
@@ -127,6 +133,7 @@ class Reply:
         if self._sink is not None and not self._parts:
             try:
                 if self._sink(piece):
+                    self._seen = self._seen or self._sink is not _dropped
                     return
             except Exception as error:
                 # It meets who takes the piece, in this reply's own task, and not the replies whose frames came with it.
@@ -148,7 +155,16 @@ class Reply:
     def take(self) -> list[Piece]:
         """What has not been sent, joined: a piece for each choice that goes on."""
         parts, self._parts = self._parts, []
+        self._seen = self._seen or bool(parts)
         return joined(parts)
+
+    def claim(self, claim: Claim) -> Answer:
+        """A worker wants to work on it."""
+        afresh = not (self.continues or self._seen)
+        answer = self.receiver.claim(claim, afresh=afresh)
+        if afresh and not self.receiver.ids:
+            self._parts.clear()
+        return answer
 
     def hold(self) -> None:
         """What comes from now on waits to be taken."""
@@ -272,7 +288,7 @@ class Replies:
         now_s = self._clock()
         self._accuser.heard(claim.holder, claim.epoch, now_s)
         reply = self._open.get(claim.request)
-        answer = self._late(claim.request) if reply is None else reply.receiver.claim(claim)
+        answer = self._late(claim.request) if reply is None else reply.claim(claim)
         if reply is not None and isinstance(answer, Go):
             reply.answer_by_s = None
             reply.at.claimed(claim.claim, claim.follows, now_s)

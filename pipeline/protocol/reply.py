@@ -21,6 +21,7 @@ from pipeline.protocol.messages import (
     Failed,
     Fenced,
     From,
+    Go,
     Gone,
     Notice,
     Tokens,
@@ -116,9 +117,14 @@ class Receiver:
         self._had: dict[int, _Had] = {}
         self._repair_asked_s = float("-inf")
 
-    def claim(self, claim: Claim) -> Answer:
-        """A worker wants to work on it."""
-        return self.arbiter.claim(claim, self.ids)
+    def claim(self, claim: Claim, *, afresh: bool = False) -> Answer:
+        """A worker wants to work on it. `afresh`: unless it is the one that does, it begins again, and what came is forgotten."""
+        last = self.arbiter.last
+        again = afresh and last is not None and last.claim != claim.claim
+        answer = self.arbiter.claim(claim, [] if again else self.ids)
+        if again and isinstance(answer, Go):
+            self.ids, self.text, self._had = array("I"), "", {}
+        return answer
 
     def leave(self) -> tuple[str, Notice] | None:
         """The client is gone. What to tell the present holder, if there is one that still works."""

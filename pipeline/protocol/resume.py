@@ -2,8 +2,8 @@
 
 The receiver says which tokens it has. Greedy and freely sampled replies continue after them: those tokens join the prompt, and
 what follows is drawn as it would have been. What hangs on state that died with the worker (a seed's stream, counts of
-penalties, a grammar's position, a bad word that has begun, logprobs) cannot: it starts again if nothing has been sent, else it
-ends with an error.
+penalties, a grammar's position, a bad word that has begun, logprobs) cannot: it starts again if nobody has seen any of it, which
+a gateway knows of its clients, else it ends with an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,11 +44,15 @@ def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
     return any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in harmless)
 
 
+def continues(chat: Mapping[str, Any]) -> bool:
+    """Whether another worker can go on with such a reply after the tokens that have been sent."""
+    return stateful_field(chat) is None or _is_greedy_with_seed_only(chat)
+
+
 def check_resumable(chat: Mapping[str, Any], delivered: Sequence[int]) -> None:
     """Raise `ReplyLost` where a reply of which `delivered` has been sent cannot be continued."""
-    if not delivered or _is_greedy_with_seed_only(chat):
-        return
-    if (name := stateful_field(chat)) is not None:
+    if delivered and not continues(chat):
+        name = stateful_field(chat)
         raise ReplyLost(
             f"A worker was lost after {len(delivered)} tokens, and a reply with {name} cannot be continued: send it again.",
             param=name,

@@ -178,6 +178,56 @@ async def test_news_that_cannot_be_sent_at_once_waits_and_harms_no_other_reply(r
     assert [piece.text for reply in (broken, other) for piece in reply.take()] == ["Paris.", "x"]
 
 
+async def test_what_nobody_can_go_on_with_begins_again_as_long_as_nobody_has_seen_it(
+    replies: Replies, bus: Posted
+) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    reply.continues = False
+    replies.on_claim(claim("r"))
+    replies.on_frames(message([tokens("r", 0, "Par"), tokens("r", 1, "is")]))
+    bus.take()
+    replies.on_claim(claim("r", 2))
+    assert bus.take() == [("asker", encode(Go()))]
+    assert not reply.news
+    replies.on_frames(message([Tokens(1, "r", "c2", 0, pack_ids([7]), "Lon")]))
+    assert [piece.text for piece in reply.take()] == ["Lon"]
+    replies.on_claim(claim("r", 3))
+    assert bus.take() == [("asker", encode(Go(pack_ids([7]))))], "that has been seen"
+
+
+async def test_what_is_sent_past_its_task_has_been_seen(replies: Replies, bus: Posted) -> None:
+    reply, sent = replies.open("r", 0.0, 60.0), list[str]()
+    reply.continues = False
+
+    def sink(piece: Piece) -> bool:
+        sent.append(piece.text)
+        return True
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reply.something, sink)
+        await anyio.wait_all_tasks_blocked()
+        replies.on_claim(claim("r"))
+        replies.on_frames(message([tokens("r", 0, "Par")]))
+        bus.take()
+        replies.on_claim(claim("r", 2))
+        tasks.cancel_scope.cancel()
+    assert (sent, bus.take()) == (["Par"], [("asker", encode(Go(pack_ids([7]))))])
+
+
+async def test_a_reply_that_is_given_in_one_piece_is_unseen_until_then(replies: Replies, bus: Posted) -> None:
+    reply = replies.open("r", 0.0, 60.0)
+    reply.continues = False
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(reply.everything)
+        await anyio.wait_all_tasks_blocked()
+        replies.on_claim(claim("r"))
+        replies.on_frames(message([tokens("r", 0, "Par")]))
+        bus.take()
+        replies.on_claim(claim("r", 2))
+        tasks.cancel_scope.cancel()
+    assert bus.take() == [("asker", encode(Go()))]
+
+
 async def test_after_a_reconnect_every_holder_is_asked_to_go_on(replies: Replies, bus: Posted) -> None:
     replies.open("r", 0.0, 60.0)
     replies.open("unclaimed", 0.0, 60.0)

@@ -5,7 +5,20 @@ from hypothesis import strategies as st
 
 from pipeline.errors import ErrorBody
 from pipeline.limits import REPEAT_PERIOD_S
-from pipeline.protocol.messages import Claim, Done, Failed, Fenced, From, Gone, Notice, Tokens, Usage, Whole, pack_ids
+from pipeline.protocol.messages import (
+    Claim,
+    Done,
+    Failed,
+    Fenced,
+    From,
+    Go,
+    Gone,
+    Notice,
+    Tokens,
+    Usage,
+    Whole,
+    pack_ids,
+)
 from pipeline.protocol.pieces import Choice, Extra
 from pipeline.protocol.reply import Heard, Outbox, Piece, Receiver, joined
 
@@ -92,6 +105,20 @@ def test_frames_of_a_superseded_claim_are_refused_and_their_sender_is_told() -> 
     stale = sent(old, [2], "b")
     assert receiver.frame(stale, 0.0) == Heard(answer=Fenced(), notice=("holder.a", Notice("r", "a", Fenced())))
     assert receiver.text == "a"
+
+
+def test_a_reply_that_begins_again_forgets_what_came_under_the_claim_before() -> None:
+    receiver, old = held("a")
+    receiver.frame(sent(old, [1, 2], "ab"), 0.0)
+    assert receiver.claim(claim("a"), afresh=True) == Go(pack_ids([1, 2])), "the same claim once more goes on"
+    assert receiver.claim(claim("c", follows="x"), afresh=True) == Fenced()
+    assert receiver.ids == [1, 2]
+    assert receiver.claim(claim("b"), afresh=True) == Go()
+    assert (receiver.ids, receiver.text) == ([], "")
+    new = Outbox("r", "b")
+    assert receiver.frame(sent(new, [1], "a"), 0.0).text == "a"
+    done = done_of(new)
+    assert receiver.frame(done, 0.0) == Heard(answer=Whole(), end=done)
 
 
 def test_frames_of_a_claim_that_nobody_made_are_refused() -> None:

@@ -18,6 +18,7 @@ from pipeline.errors import ErrorBody, ReplyError
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import Done, encode
 from pipeline.protocol.reply import Piece
+from pipeline.protocol.resume import continues
 from tests.simulation.engine import Choices, drawn
 from tests.simulation.fleet import Running
 from tests.simulation.plan import Order
@@ -112,12 +113,10 @@ class HttpClient(Client):
         self.at = at
         relay = self.relay = gateway.replies.open(order.id, outside.monotonic_s(), order.timeout_s)
         relay.detailed = True  # all tokens are looked at, also those that add no text
+        relay.continues = continues(body(order))
         try:
             await self._publish(at, relay)
-            while relay.end is None and not relay.left:
-                await relay.something()
-                self._read(relay)
-            self._read(relay)
+            await self._relayed(relay)
         finally:
             gateway.replies.close(relay)
         if relay.end is None:
@@ -126,6 +125,18 @@ class HttpClient(Client):
             return
         self.end = relay.end
         self.say_end(told)
+
+    async def _relayed(self, relay: Relay) -> None:
+        """As `gateway.chat` sends it, streamed or whole."""
+        if self.order.whole:
+            await relay.everything()
+            if isinstance(relay.end, Done):
+                self._read(relay)
+            return
+        while relay.end is None and not relay.left:
+            await relay.something()
+            self._read(relay)
+        self._read(relay)
 
     def _read(self, relay: Relay) -> None:
         for piece in relay.take():

@@ -71,6 +71,9 @@ SAMPLED_SHARE: Final = 0.4
 SEVERAL_SHARE: Final = 0.08
 """Requests for two replies or three. Most of them are cut short when a worker dies: see `resume.py`."""
 
+WHOLE_SHARE: Final = 0.25
+"""HTTP clients that do not stream. What was cut short is begun again for them, whatever it was."""
+
 TURNING_SHARE: Final = 0.25
 """Worlds with workers for both."""
 
@@ -87,7 +90,8 @@ POISON: Final = "poison"
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `leaves_s` after it was sent its client is gone. `bad` names a malformed field.
 
-    It comes through a gateway, or in the `way` of a producer. `sampling` are further fields of the chat.
+    It comes through a gateway, or in the `way` of a producer. `sampling` are further fields of the chat. `whole`: an HTTP client
+    that wants its reply in one piece, and sees nothing of it before.
     """
 
     number: int
@@ -104,6 +108,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     way: Way | None = None
     encoding: Encoding = "msgpack"
     sampling: Mapping[str, Any] = {}
+    whole: bool = False
 
     @property
     def n(self) -> int:
@@ -181,10 +186,15 @@ def _mixed(plan: Plan, chance: random.Random) -> Plan:
 
 
 def _several(plan: Plan, chance: random.Random) -> Plan:
-    """Some requests want several replies: of three, the longest need more than the smallest engine may promise."""
+    """Some requests want several replies, and some clients all at once.
+
+    Of three replies, the longest need more than the smallest engine may promise.
+    """
     most = 3 if plan.config.simulated.kv_blocks >= KV_BLOCKS_BOTH else 2
 
     def drawn(order: Order) -> Order:
+        whole = order.way is None and chance.random() < WHOLE_SHARE
+        order = msgspec.structs.replace(order, whole=whole)
         if chance.random() >= SEVERAL_SHARE or order.bad or order.poison:
             return order
         return msgspec.structs.replace(order, sampling={**order.sampling, "n": min(most, chance.choice((2, 2, 3)))})
