@@ -79,6 +79,11 @@ class Conversations:
         now_s = outside.unix_s()
         await self._change(talk.conversation, lambda slot: conversations.leave(slot, talk.origin, talk.by, now_s))
 
+    async def give_up(self, talk: Talk) -> None:
+        """Let the next one in, whichever delivery of this request has the slot: nobody wants it. Before the ack."""
+        now_s = outside.unix_s()
+        await self._change(talk.conversation, lambda slot: conversations.over(slot, talk.origin, now_s))
+
     async def history(self, key: str) -> History:
         """The exchanges that are kept, the last one surely among them, and an editor's words."""
         said = await batch.messages_of(self._bus, SENT, subjects.chat_sent(key), TURNS_KEPT_MAX)

@@ -154,6 +154,9 @@ class Referred:
         async with self._entering:
             self._closed = True
             talk = self.talk
-            if talk is not None:
-                reply = self._slot.reply if self._slot is not None and whole else None
-                await self._shelf.conversations.close(talk, reply)
+            if talk is None:
+                return
+            if self._slot is None:
+                await self._shelf.conversations.give_up(talk)
+            else:
+                await self._shelf.conversations.close(talk, self._slot.reply if whole else None)

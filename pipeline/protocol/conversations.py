@@ -9,6 +9,7 @@ it is decided here:
              same request renders the same prompt
     keep     the reply is whole, and is about to be told: should its worker die now, the next one can still write it down
     leave    the exchange is written down, or there is none. Where others wait, the slot is reserved for the first of them
+    over     the request is acked by a delivery that has never entered: one before it may have died with the slot
 
 **Nothing is held for longer than a deadline**: a slot ends with its request's, a reservation after the longest wait. `by` names
 one delivery's worker: what an earlier one still says is refused.
@@ -110,6 +111,11 @@ def leave(slot: Slot | None, origin: str, by: str, now_s: float) -> Slot | None:
     if not holds(slot, origin, by):
         return msgspec.structs.replace(slot, line=line) if slot.holder or line else None
     return Slot(holder="", by="", until_s=now_s + CONVERSATION_RESERVED_S, line=line) if line else None
+
+
+def over(slot: Slot | None, origin: str, now_s: float) -> Slot | None:
+    """The slot once nobody wants this request any more: said by a delivery that has not entered, for all before it."""
+    return leave(slot, origin, slot.by if slot is not None else "", now_s)
 
 
 def wait_s(delivered: int) -> float:

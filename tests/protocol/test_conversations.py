@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pipeline.limits import CONVERSATION_LINE_MAX, CONVERSATION_RESERVED_S, CONVERSATION_WAIT_MAX_S, DELIVERIES_MAX
 from pipeline.protocol import conversations
-from pipeline.protocol.conversations import Pins, Slot, Ticket, enter, holds, leave, wait_s
+from pipeline.protocol.conversations import Pins, Slot, Ticket, enter, holds, leave, over, wait_s
 
 
 def ticket(number: int, until_s: float = 60.0) -> Ticket:
@@ -63,6 +63,15 @@ def test_who_leaves_alone_leaves_nothing() -> None:
     assert leave(None, "R-1", "a", 2.0) is None
     past = enter(enter(None, ONE, "a", 1.0), ticket(2, until_s=1.5), "b", 1.0)
     assert leave(past, "R-1", "a", 2.0) is None, "whose time is over does not wait"
+
+
+def test_a_request_that_is_over_holds_nothing_whichever_of_its_deliveries_had_entered() -> None:
+    slot = enter(enter(None, ONE, "a", 1.0), TWO, "b", 1.0)
+    assert over(slot, "R-1", 2.0) == leave(slot, "R-1", "a", 2.0)
+    assert over(slot, "R-2", 2.0) == leave(slot, "R-2", "", 2.0), "another's stays"
+    assert over(None, "R-1", 2.0) is None
+    reserved = leave(slot, "R-1", "a", 2.0)
+    assert over(reserved, "R-1", 2.0) == reserved
 
 
 def test_who_gives_up_waiting_leaves_the_line() -> None:

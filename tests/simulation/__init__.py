@@ -2,7 +2,7 @@
 
 What runs in it is the product: both worker loops, the puller, the leases, the bus down to the client library, the gateway's
 replies, the DLQ keeper. What is made up is only what lies below, the clock, chance, the network, the broker and the engines'
-models, and who asks: clients of the gateway, and producers.
+models, and who asks: clients of the gateway, producers, and an operator.
 
     loop.py        virtual time; processes that can be frozen
     wire.py        one process's connection, as the client library shows it to `pipeline.bus`

@@ -228,6 +228,8 @@ class SimBroker:
             return
         self.watch.stored(stream, kept.messages[sequence])
         self.js.age(kept)
+        if lives := (what.headers or {}).get("Nats-TTL"):
+            self.later(float(lives.removesuffix("s")), self.js.end, kept, sequence)
         if (consumer := self.js.consumer_of(kept.messages[sequence], kept)) is not None:
             consumer.stored(sequence)
 
@@ -287,6 +289,15 @@ class SimBroker:
         """The broker's own answer to a request."""
         if reply:
             self.deliver(reply, Message(reply, "", data, headers))
+
+    def answer_all(self, reply: str, answers: list[tuple[bytes, Mapping[str, str]]]) -> None:
+        """An answer of several messages. A connection that carries one carries all: none is lost alone."""
+        if self.weather is not CLEAR and self.chance.random() < self.weather.lost:
+            self.watch.missed("lost", Message(reply, "", *answers[-1]))
+            return
+        for link, number in self.interest.of(reply)[:1]:
+            for data, headers in answers:
+                link.deliver((number, Message(reply, "", data, headers)))
 
     def status(self, reply: str, code: int, why: str, more: Mapping[str, str] | None = None) -> None:
         """A status line: no data, and headers."""

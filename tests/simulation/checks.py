@@ -53,7 +53,7 @@ class Checks(Watch):
         self.away: set[Running] = set()
         """Gateways that were silent for so long that workers may take them for gone."""
         self.fleet: Fleet
-        self.ends = Ends(plan, self.away, lambda request: self.fleet.samplings.get(request, []))
+        self.ends = Ends(plan, self.away, lambda request: self.fleet.samplings.get(request, []), lambda: broker.js)
         self._plan, self._broker, self._story, self._clients = plan, broker, story, clients
         self._inboxes: dict[str, Subscriber] = {}
         self._spent: set[tuple[str, str]] = set()
@@ -301,6 +301,8 @@ class Checks(Watch):
         for name, stream in self._broker.js.streams.items():
             if name.startswith("REQUESTS") and stream.messages:
                 found.append(f"{name} holds {[id_of(stored.data) for stored in stream.messages.values()]}")
+        if slots := [one for one in self._broker.js.streams["KV_conversations"].messages.values() if one.data]:
+            found.append(f"{len(slots)} conversations are held")
         found += [
             f"{consumer.stream.name}/{consumer.name} has {len(consumer.pending)} unacked"
             for consumer in self._broker.js.each_consumer()

@@ -19,6 +19,7 @@ from pipeline.protocol import subjects
 from pipeline.protocol.messages import Done, encode
 from pipeline.protocol.reply import Piece
 from pipeline.protocol.resume import continues
+from pipeline.protocol.turns import Turn
 from tests.simulation.engine import Choices, drawn
 from tests.simulation.fleet import Running
 from tests.simulation.plan import Order
@@ -165,7 +166,7 @@ def body(order: Order) -> dict[str, Any]:
         "type": "chat",
         "v": 1,
         "id": order.id,
-        "messages": messages(order),
+        **_said(order),
         "max_tokens": order.max_tokens,
         "timeout_ms": max(1, round(order.timeout_s * 1000)),
         **order.sampling,
@@ -174,12 +175,25 @@ def body(order: Order) -> dict[str, Any]:
     return {**tree, order.bad: bad[order.bad]} if order.bad else tree
 
 
-def messages(order: Order) -> list[dict[str, str]]:
-    """What the creator's persona says to all, and what this client asks."""
-    persona = f"You are {order.creator}, and you answer briefly. " * 2
-    return [{"role": "system", "content": persona}, {"role": "user", "content": order.question}]
+def _said(order: Order) -> dict[str, Any]:
+    if order.conversation:
+        return {"message": order.question, "conversation": order.conversation}
+    return {"messages": messages(order)}
 
 
-def undisturbed(order: Order, seed: int) -> Choices:
+def persona(creator: str) -> str:
+    """What a creator's published persona says."""
+    return f"You are {creator}."
+
+
+def messages(order: Order, before: Turn | None = None) -> list[dict[str, Any]]:
+    """What the creator's persona says to all, and what this client asks, after the exchange before it."""
+    said = persona(order.creator) if order.conversation else f"You are {order.creator}, and you answer briefly. " * 2
+    history = [dict(before.message), {"role": "assistant", "content": before.reply}] if before is not None else []
+    return [{"role": "system", "content": said}, *history, {"role": "user", "content": order.question}]
+
+
+def undisturbed(order: Order, seed: int, before: Turn | None = None) -> Choices:
     """The replies that this request gets when nothing goes wrong."""
-    return drawn(seed, prompt_of({"messages": messages(order)}), sampling_of(order.sampling), order.max_tokens)
+    prompt = prompt_of({"messages": messages(order, before)})
+    return drawn(seed, prompt, sampling_of(order.sampling), order.max_tokens)

@@ -3,23 +3,26 @@
 an end     a whole reply is the undisturbed one, token for token, or of one sampling where its samplings differ
            what an error or a leaving cut off is a part of such a reply; an error has a cause that was drawn
            a producer has an end, unless what was sent to it was lost on the way; a poison request ends as poison
-at rest    of a malformed and of a poison request the DLQ has one copy, of a whole one none, and of no request two
+at rest    the exchanges of a conversation stand in it once, in order, and each prompt held the one before
+           of a malformed and of a poison request the DLQ has one copy, of a whole one none, and of no request two
            a reply for REPLIES is kept there, once
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Final
 
 from pipeline.errors import ErrorBody
 from pipeline.limits import EXPIRED_AFTER_S, SCAN_PERIOD_S
 from pipeline.protocol.messages import Done
+from pipeline.protocol.turns import Turn, read_turn
 from tests.simulation.clients import Client, undisturbed
 from tests.simulation.engine import Choices, is_stateful
 from tests.simulation.fleet import Running
 from tests.simulation.frames import id_of
 from tests.simulation.jetstream import JetStream
-from tests.simulation.plan import TIMEOUT_S, Plan
+from tests.simulation.plan import TIMEOUT_S, Order, Plan
 from tests.simulation.producers import Keeping, Producer, Subscriber
 
 REFUSALS: Final = {"model": "model_not_found", "max_tokens": "context_length_exceeded", "temperature": "invalid_value"}
@@ -32,11 +35,17 @@ ANSWERED_WITHIN_S: Final = EXPIRED_AFTER_S + SCAN_PERIOD_S + 1.0
 class Ends:
     """Judges how requests end. `caused` counts failures that were drawn; `away` are gateways that may be taken for gone."""
 
-    def __init__(self, plan: Plan, away: set[Running], samplings: Callable[[str], list[Choices]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        away: set[Running],
+        samplings: Callable[[str], list[Choices]],
+        js: Callable[[], JetStream],
+    ) -> None:
         self.caused: Counter[str] = Counter()
         self.deserted = False
         """For longer than any request may wait there was nobody to serve it."""
-        self._plan, self._away, self._samplings = plan, away, samplings
+        self._plan, self._away, self._samplings, self._js = plan, away, samplings, js
         self._failed = 0
         self._calm = {fault.kind for fault in plan.faults} <= {"absence"}
 
@@ -60,13 +69,23 @@ class Ends:
         """Whether it is a part of, or the whole of, what could have been drawn in one piece."""
         order, have = client.order, client.choices
         stateful = is_stateful(order.sampling)
-        wants = self._samplings(order.id) if stateful else [undisturbed(order, self._plan.config.simulated.seed)]
+        wants = self._samplings(order.id) if stateful else self._undisturbed(order)
         fits = [want for want in wants if _begins(have, want)]
         if not fits and any(ids or text for ids, text in have):
             what = "is of no one sampling" if stateful else "has other tokens than the undisturbed reply"
             yield f"{order.id} {what}: {have} of {wants}"
         elif isinstance(client.end, Done) and have not in fits:
             yield f"{order.id} is called whole, with {have}, of {fits}"
+
+    def _undisturbed(self, order: Order) -> list[Choices]:
+        """What it may get: by reference, after any exchange that there is."""
+        before = [None, *self.turns(order)] if order.conversation else [None]
+        return [undisturbed(order, self._plan.config.simulated.seed, one) for one in before]
+
+    def turns(self, order: Order) -> list[Turn]:
+        """What has been written down of a request's conversation."""
+        subject = f"turns.{order.creator}.{order.conversation}"
+        return [read_turn(one.data) for one in self._js().streams["TURNS"].messages.values() if one.subject == subject]
 
     def _unjust(self, client: Client, error: ErrorBody) -> str:
         """Why this error has no cause that was drawn; empty where it has one."""
@@ -111,8 +130,34 @@ class Ends:
                 count = js.streams["REPLIES"].counts(client.subject).get(client.subject, 0)
                 if count != 1:
                     yield f"{client.order.id} has {count} replies in REPLIES"
+        yield from self._written(clients)
         if letters:
             yield f"the DLQ has copies of what nobody has asked: {letters}"
+
+    def _written(self, clients: Iterable[Client]) -> Iterator[str]:
+        """Each exchange stands in its conversation once, in its place, and is the one that its client has had."""
+        asked = {client.order.id: client for client in clients if client.order.conversation}
+        for creator in sorted({client.order.creator for client in asked.values()}):
+            mine = [client for client in asked.values() if client.order.creator == creator]
+            written = self.turns(mine[0].order)
+            for number, (before, turn) in enumerate(pairwise([None, *written]), 1):
+                assert turn is not None
+                client = asked[turn.request]
+                right = [choices[0][1] for choices in self._after(client.order, before)]
+                if turn.number != number or turn.reply not in right:
+                    yield f"turn {number} of {creator} is {turn}, not one of {right}"
+                if isinstance(client.end, Done) and client.choices[0][1] != turn.reply:
+                    yield f"{turn.request} got {client.choices[0][1]!r}, and {turn.reply!r} is written down"
+            have = Counter(turn.request for turn in written)
+            for client in mine:
+                least = int(self._calm and isinstance(client.end, Done))
+                if not least <= have[client.order.id] <= 1:
+                    yield f"{client.order.id} ended with {_code(client.end)}, and is written down {have[client.order.id]} times"
+
+    def _after(self, order: Order, before: Turn | None) -> list[Choices]:
+        if is_stateful(order.sampling):
+            return self._samplings(order.id)
+        return [undisturbed(order, self._plan.config.simulated.seed, before)]
 
 
 def _begins(have: Choices, want: Choices) -> bool:

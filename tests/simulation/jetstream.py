@@ -82,6 +82,10 @@ class JetStream:
             self.drop(stream, sequence)
         self.age(stream)
 
+    def end(self, stream: Stream, sequence: int) -> None:
+        """The time of a message that has one of its own is over."""
+        self.drop(stream, sequence)
+
     @property
     def now_s(self) -> float:
         """Unix seconds, by the broker's clock."""
@@ -189,14 +193,32 @@ def _purge(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> dict
 
 
 def _direct(js: JetStream, _: "Link", asked: "Publish", place: list[str]) -> None:
-    """The newest message of a subject, as a message with headers; or a status 404."""
+    """The newest message of a subject, or those of one from a sequence on, as messages with headers; or a status 404."""
     stream = js.streams.get(place[0])
+    if stream is not None and len(place) == 1:
+        _batch(js, stream, asked)
+        return
     found = stream.last_of(".".join(place[1:])) if stream else None
     if found is None:
         js._broker.status(asked.reply, 404, "Message Not Found")
         return
-    headers = {**(found.headers or {}), "Nats-Subject": found.subject, "Nats-Sequence": str(found.sequence)}
-    js._broker.answer(asked.reply, found.data, headers)
+    js._broker.answer(asked.reply, found.data, _place(found))
+
+
+def _batch(js: JetStream, stream: Stream, asked: "Publish") -> None:
+    """All of them, and then a status that says how many are left."""
+    body = msgspec.json.decode(asked.data)
+    pattern, first, most = body["next_by_subj"], body["seq"], body["batch"]
+    found = [one for at, one in stream.messages.items() if at >= first and matches(pattern, one.subject)]
+    if not found:
+        js._broker.status(asked.reply, 404, "Message Not Found")
+        return
+    end = {"Status": "204", "Description": "EOB", "Nats-Num-Pending": str(max(0, len(found) - most))}
+    js._broker.answer_all(asked.reply, [*((one.data, _place(one)) for one in found[:most]), (b"", end)])
+
+
+def _place(stored: Stored) -> dict[str, str]:
+    return {**(stored.headers or {}), "Nats-Subject": stored.subject, "Nats-Sequence": str(stored.sequence)}
 
 
 def _spelled(unix_s: float) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from pipeline.config import Both, Config, Engine, LMCache, Model, Requests, Simulated
+from pipeline.config import Both, Config, Conversations, Engine, LMCache, Model, Requests, Simulated
 from pipeline.protocol.arrangement import Role
 from pipeline.protocol.messages import Encoding
 
@@ -74,6 +74,12 @@ SEVERAL_SHARE: Final = 0.08
 WHOLE_SHARE: Final = 0.25
 """HTTP clients that do not stream. What was cut short is begun again for them, whatever it was."""
 
+REFERRING_SHARE: Final = 0.2
+"""Worlds with conversations, of which a prompt holds one exchange."""
+
+REFERRED_SHARE: Final = 0.3
+"""Requests there that name a persona and a conversation."""
+
 TURNING_SHARE: Final = 0.25
 """Worlds with workers for both."""
 
@@ -91,7 +97,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `leaves_s` after it was sent its client is gone. `bad` names a malformed field.
 
     It comes through a gateway, or in the `way` of a producer. `sampling` are further fields of the chat. `whole`: an HTTP client
-    that wants its reply in one piece, and sees nothing of it before.
+    that wants its reply in one piece, and sees nothing of it before. `conversation`: by reference, it goes on with that one.
     """
 
     number: int
@@ -109,6 +115,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     encoding: Encoding = "msgpack"
     sampling: Mapping[str, Any] = {}
     whole: bool = False
+    conversation: str = ""
 
     @property
     def n(self) -> int:
@@ -171,7 +178,25 @@ def draw(seed: int) -> Plan:
     # Dice of their own: what came before them is drawn as it always was.
     others = random.Random(f"{seed}/producers")
     plan = _mixed(_fate(_peopled(plan, others), others), random.Random(f"{seed}/classes"))
-    return _turning(_several(plan, random.Random(f"{seed}/choices")), random.Random(f"{seed}/roles"))
+    plan = _referring(_several(plan, random.Random(f"{seed}/choices")), random.Random(f"{seed}/references"))
+    return _turning(plan, random.Random(f"{seed}/roles"))
+
+
+def _referring(plan: Plan, chance: random.Random) -> Plan:
+    """In some worlds there are conversations, one for each creator, and requests that go on with them."""
+    if chance.random() >= REFERRING_SHARE:
+        return plan
+
+    def drawn(order: Order) -> Order:
+        if chance.random() >= REFERRED_SHARE or order.bad or order.poison:
+            return order
+        question = " ".join(order.question.split()[:3])  # a prompt with a turn before it is as long as others
+        sampling = {name: value for name, value in order.sampling.items() if name != "n"}
+        return msgspec.structs.replace(order, question=question, sampling=sampling, conversation="talk")
+
+    window = Conversations(window_turns=1, step_turns=1)
+    config = msgspec.structs.replace(plan.config, conversations=window)
+    return msgspec.structs.replace(plan, orders=[drawn(order) for order in plan.orders], config=config)
 
 
 def _mixed(plan: Plan, chance: random.Random) -> Plan:

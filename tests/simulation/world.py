@@ -14,13 +14,14 @@ import structlog
 from pipeline import outside
 from pipeline.bus import streams
 from pipeline.paths import JETSTREAM
+from pipeline.protocol.personas import Persona, key_of, write
 from tests.simulation import faults
 from tests.simulation.broker import SimBroker
 from tests.simulation.checks import Checks
-from tests.simulation.clients import Client, HttpClient
+from tests.simulation.clients import Client, HttpClient, persona
 from tests.simulation.fleet import Fleet
 from tests.simulation.loop import Stuck, VirtualLoop, VirtualSource, virtual_time
-from tests.simulation.plan import LOAD_S, SHARDS, TIMEOUT_S, Order, Plan, draw
+from tests.simulation.plan import CREATORS, LOAD_S, SHARDS, TIMEOUT_S, Order, Plan, draw
 from tests.simulation.producers import PATIENCE_S, Arbiter, Keeping, Subscriber
 from tests.simulation.story import Story
 
@@ -66,6 +67,7 @@ class World:
     async def run(self) -> Outcome:
         """Live through it."""
         declare(self.broker)
+        self._publish_personas()
         for of in self._fleet():
             self.fleet.start(of)
         await self._until_ready()
@@ -80,6 +82,12 @@ class World:
             task.cancel()
         await asyncio.wait(self.tasks)
         return self._outcome()
+
+    def _publish_personas(self) -> None:
+        bucket = self.broker.js.streams["KV_personas"]
+        for creator in CREATORS:
+            published = Persona(creator=creator, system=persona(creator))
+            bucket.store(f"$KV.personas.{key_of(creator, '')}", write(published), None, self.broker.js.now_s)
 
     def _fleet(self) -> Iterator[tuple[str, int]]:
         for role, count in (

@@ -310,6 +310,20 @@ async def test_a_message_that_is_cancelled_while_it_waits_leaves_the_line(broker
         assert [turn.request for turn in await kept(made.bus)] == ["r1"]
 
 
+async def test_a_message_that_nobody_wants_any_more_does_not_hold_what_its_dead_worker_had_entered(
+    broker: NatsServer,
+) -> None:
+    async with fleet(config_for(broker.url, step_s=0.02), engine=Watched) as made:
+        await put(made.bus)
+        caller = await publish(made, "r1", "Hello!", max_tokens=100)
+        await until(lambda: caller.frames > 0)
+        made.kill("decode-1")
+        caller.leave()
+        await at_rest(made)
+        await made.add("decode", "decode-2")
+        assert isinstance((await say(made, "Hello again!")).end, Done)
+
+
 async def test_a_reply_that_is_not_finished_is_not_history(broker: NatsServer) -> None:
     async with fleet(config_for(broker.url, step_s=0.02), engine=Watched) as made:
         await put(made.bus)
