@@ -112,7 +112,7 @@ class PrefillWorker:
         self.recorder = Recorder(bus, config.telemetry, self._jobs.records)
         self._held: dict[str, Delivery] = {}
         self._stale_until_s = float("-inf")
-        self._heard_s = self.clock()
+        self._heard_s = self._looked_s = self.clock()
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -170,7 +170,6 @@ class PrefillWorker:
         if not self.slots.open:
             self.slots.close()
         await self._puller.stop()
-        self._notice_standstill(self.clock())
         await self._return_surplus()
 
     @property
@@ -287,9 +286,8 @@ class PrefillWorker:
     async def _give_back_surplus(self) -> None:
         self._heard_s = self.clock()
         while True:
-            asked_s = self.clock()
+            self._looked_s = self.clock()
             await anyio.sleep(SURPLUS_HOLD_S / 2)
-            self._notice_standstill(asked_s)
             await self._return_surplus()
             self._offer()
 
@@ -303,8 +301,10 @@ class PrefillWorker:
     async def _return_surplus(self) -> None:
         """Without a connection the broker has taken them back already, or will after `ack_wait`.
 
-        After this process or its connection stood still, what it reads may be another's, and a NAK would take it from there.
+        After this process or its connection stood still, what it reads may be another's, and a NAK would take it from there. What
+        lay in the socket is read before our own timer runs: so it is looked for here.
         """
+        self._notice_standstill(self._looked_s)
         for key in self.slots.surplus(self.clock()):
             ack = self._held.pop(str(key)).ack
             if self.clock() >= self._stale_until_s:
