@@ -273,7 +273,9 @@ class Checks(Watch):
                 self._bound(running, "seats of batch", *_batch_seats(running.decode.ledger))
             if (worker := running.prefill) is not None:
                 # One that turns ends what it began with more slots than it is to have.
-                slots = max(worker.slots.capacity, self._plan.config.prefill.slots if running.decode else 0)
+                config = self._plan.config
+                turns = max(config.prefill.slots, config.both.prefill_slots) if running.decode else 0
+                slots = max(worker.slots.capacity, turns)
                 self._bound(running, "busy slots", worker.slots.busy, slots)
                 self._bound(running, "pulls", worker.slots.outstanding, 8 * slots)
                 self._bound(running, "jobs", len(worker._jobs._jobs), slots)
