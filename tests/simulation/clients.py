@@ -16,7 +16,7 @@ from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.errors import ErrorBody, ReplyError
 from pipeline.protocol import subjects
-from pipeline.protocol.messages import Done, encode
+from pipeline.protocol.messages import Done, encode, unpack_ids
 from pipeline.protocol.reply import Piece
 from pipeline.protocol.resume import continues
 from pipeline.protocol.turns import Turn
@@ -132,7 +132,7 @@ class HttpClient(Client):
         if self.order.whole:
             await relay.everything()
             if isinstance(relay.end, Done):
-                self._read(relay)
+                self.choices = all_of(relay.end)
             return
         while relay.end is None and not relay.left:
             await relay.something()
@@ -158,6 +158,11 @@ class HttpClient(Client):
             at.gateway.replies.confirm(relay)
         except ReplyError as error:
             relay.finish(error.body())
+
+
+def all_of(done: Done) -> Choices:
+    """All that a reply's end says."""
+    return [(unpack_ids(choice.ids), choice.text) for choice in done.all_choices]
 
 
 def body(order: Order) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pipeline.errors import ErrorBody, ReplyError
 from pipeline.limits import EXPIRED_AFTER_S
 from pipeline.protocol.messages import AnyFrame, Claim, Done, Failed, Tokens, claim_decoder, encode, unpack_ids
 from pipeline.protocol.reply import Piece, Receiver
-from tests.simulation.clients import Client, Told
+from tests.simulation.clients import Client, Told, all_of
 from tests.simulation.engine import Choices
 from tests.simulation.fleet import Running
 from tests.simulation.frames import frames_of
@@ -77,12 +77,7 @@ class Producer(Client):
 
     def read_whole(self, done: Done) -> None:
         """What counts in the end is what `done` says."""
-        self.choices = whole(done)
-
-
-def whole(done: Done) -> Choices:
-    """All that a reply's end says."""
-    return [(unpack_ids(choice.ids), choice.text) for choice in done.all_choices]
+        self.choices = all_of(done)
 
 
 class Subscriber(Producer):
@@ -122,7 +117,7 @@ class Subscriber(Producer):
         if isinstance(frame, Failed):
             self.finish(frame.error)
         elif isinstance(frame, Done):
-            if frame.claim == self._claim and not self.shaken and _ids(whole(frame)) != _ids(self.choices):
+            if frame.claim == self._claim and not self.shaken and _ids(all_of(frame)) != _ids(self.choices):
                 self._wrong(
                     f"{self.order.id} was sent {self.choices} under {frame.claim}, and told that it was {frame}"
                 )

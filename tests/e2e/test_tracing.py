@@ -1,0 +1,88 @@
+"""One trace over the real stack: HTTP, both workers with their stages, and vLLM's own spans of both engines under them."""
+
+import concurrent.futures
+import json
+import time
+import urllib.request
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Stacks
+from tests.e2e.running import Running
+from tests.telemetry.collector import Collector, Span, collecting
+
+pytestmark = pytest.mark.timeout(600)
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+CLIENTS_SPAN = "b7ad6b7169203331"
+CREATOR = "traced"
+TOKENS = 8
+HOG_TOKENS = 2600
+"""Of the 3,400 that decode has room for."""
+PREFILLED = "headrace_prefill_seconds_count"
+SENT_WITHIN_S = 30.0
+SKEW_NS = 100_000_000
+"""Clocks of one machine, read at different moments of a busy one."""
+
+
+def opened(running: Running, tokens: int, more: dict[str, str], **fields: Any) -> Any:
+    """A request to the gateway, whose response has begun."""
+    body = {"messages": [{"role": "user", "content": "Hello? " * 100}], "max_tokens": tokens, "ignore_eos": True}
+    headers = {"content-type": "application/json", "x-creator-id": CREATOR, **more}
+    request = urllib.request.Request(
+        f"{running.gateway}/v1/chat/completions", json.dumps(body | fields).encode(), headers
+    )
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def ask(running: Running) -> Any:
+    """One request, under a span of its client's. Returns its usage."""
+    with opened(running, TOKENS, {"traceparent": f"00-{TRACE}-{CLIENTS_SPAN}-01"}) as answer:
+        return json.load(answer)["usage"]
+
+
+def asked_while_there_is_no_room(running: Running) -> Any:
+    """Its prompt is computed, and waits for credit, because another reply has all blocks; then that one is given up."""
+    owner = running.owner(CREATOR)
+    with opened(running, HOG_TOKENS, {}, stream=True) as hog, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        before = running.metric(owner, PREFILLED)
+        asked = pool.submit(ask, running)
+        running.await_metric("decode-1", "headrace_asks_waiting", lambda count: count == 1, within_s=60)
+        running.await_metric(owner, PREFILLED, lambda count: count > before, within_s=60)
+        hog.close()
+        return asked.result()
+
+
+def await_spans(collector: Collector, services: set[str]) -> list[Span]:
+    """The trace, once each of these has told of it."""
+    deadline = time.monotonic() + SENT_WITHIN_S
+    while services - {span.service for span in collector.of(TRACE)}:
+        told = {span.service for span in collector.of(TRACE)}
+        assert time.monotonic() < deadline, f"only {told} within {SENT_WITHIN_S} s"
+        time.sleep(0.1)  # between two looks; nothing tells us
+    return collector.of(TRACE)
+
+
+def test_a_request_is_one_trace_from_http_to_both_engines(stacks: Stacks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
+    with collecting() as collector:
+        running = stacks.up(f"[telemetry]\notlp_endpoint = '{collector.url}'\n")
+        usage = asked_while_there_is_no_room(running)
+        ours = ("headrace-gateway", "headrace-prefill", "headrace-decode")
+        found = await_spans(collector, {*ours, "vllm-prefill", "vllm-decode"})
+        stacks.down()
+    of = {span.service: span for span in found if span.service == f"headrace-{span.name}" and span.attributes}
+    gateway, prefill, decode = (of[service] for service in ours)
+    assert [span.parent for span in (gateway, prefill, decode)] == [CLIENTS_SPAN, gateway.id, prefill.id]
+    engines = {span.service: span for span in found if span.service.startswith("vllm-")}
+    assert (engines["vllm-prefill"].parent, engines["vllm-decode"].parent) == (prefill.id, decode.id)
+    for engine, worker in (("vllm-prefill", prefill), ("vllm-decode", decode)):
+        span = engines[engine]
+        assert worker.start_ns - SKEW_NS <= span.start_ns <= span.end_ns <= worker.end_ns + SKEW_NS
+    assert engines["vllm-decode"].attributes["gen_ai.usage.completion_tokens"] == str(TOKENS)
+    assert usage["completion_tokens"] == TOKENS
+    stages = {span.name for span in found if span not in of.values() and span.service in ours}
+    assert {"render", "prefill", "credit", "handoff", "decode"} <= stages
+    assert not any(span.failed for span in found)
+    assert "Hello" not in str(found)
