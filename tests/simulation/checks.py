@@ -279,7 +279,7 @@ class Checks(Watch):
                 self._bound(running, "busy slots", worker.slots.busy, slots)
                 self._bound(running, "pulls", worker.slots.outstanding, 8 * slots)
                 self._bound(running, "jobs", len(worker._jobs._jobs), slots)
-                most = worker.slots.weights.slots_most(worker.slots.capacity)
+                most = worker.slots.weights.slots_most(slots)
                 self._bound(running, "slots of batch", worker.slots.busy_of(BATCH), most)
                 self._bound(running, "tombstones", len(worker._jobs._cancelled._ids), TOMBSTONES_MAX)
             if running.decode is not None and running.engine is not None:

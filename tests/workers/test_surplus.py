@@ -60,4 +60,4 @@ async def test_what_is_read_first_after_a_standstill_is_not_taken_from_who_has_i
         worker._delivered(surplus(1, delivered=2))
         await until(lambda: not worker._held)
         assert len(given_back) == (not stood_still)
-        worker.slots.finished()
+        worker.slots.finished("interactive")
