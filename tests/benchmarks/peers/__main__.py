@@ -40,15 +40,14 @@ TRIES: Final = 3
 
 REPEAT_MAX: Final = 20
 
-
 HOP_TIMES: Final = ("added_ttft_p50_ms", "added_ttft_p99_ms", "beside_ttft_p50_ms", "beside_ttft_p99_ms")
 CPU: Final = ("front_cpu_ms", "beside_engines_cpu_ms", "all_cpu_ms")
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """What is compared with one kind of engines, and by which figures. `warm_up`: requests at a time, and in all.
+    """What is compared with one kind of engines. `warm_up`: requests at a time, and in all, before the first rate.
 
-    The most that `figures` lists is printed; ratios are of `compared`, differences to the first tokens of `floor`.
+    `figures` are printed, with the ratios of those `compared`; first tokens are counted from those of `floor`, too.
     """
 
     sides: Mapping[str, Recipe]
