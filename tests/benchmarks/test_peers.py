@@ -319,6 +319,30 @@ def test_sides_are_chosen_by_name_and_keep_their_order() -> None:
         command.chosen("faster", simulated.SIDES)
 
 
+@pytest.mark.parametrize(("failing", "starts", "measures"), [(1, 2, 1), (2, 2, 0)])
+def test_a_side_that_does_not_start_is_started_once_more(
+    failing: int, starts: int, measures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = list[Path]()
+
+    async def at_all_rates(asked: command.Asked, site: Site, name: str, *_: object) -> list[Cell]:
+        if name == "direct":
+            began.append(site.folder)
+            if len(began) <= failing:
+                raise OperatorError("Its port was taken.", "Start it again.")
+        return [cell(name)]
+
+    monkeypatch.setattr(command, "_at_all_rates", at_all_rates)
+    monkeypatch.setattr(command, "_model", lambda: "model")
+    asked = command.Asked(
+        engines="simulated", sides=("direct", "headrace"), rates=(2.0,), repetitions=1, seconds=1.0, home=tmp_path,
+        keep=tmp_path / "kept",
+    )  # fmt: skip
+    cells, failures = command.measured(asked, lambda _: None)
+    assert (len(set(began)), len(failures)) == (starts, 1 - measures)
+    assert [one.side for one in cells] == ["direct", "headrace"][1 - measures :]
+
+
 def test_the_command_prints_and_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[command.Asked]()
 

@@ -117,16 +117,29 @@ def measured(asked: Asked, told: Callable[[str], None]) -> tuple[list[Cell], lis
     with _folder(asked.keep) as folder:
         for repetition in range(1, asked.repetitions + 1):
             for name in turned(asked.sides, repetition - 1):
-                told(f"repetition {repetition}: {name}")
-                place = folder / f"{repetition}-{name}"
-                place.mkdir(parents=True)
                 try:
-                    site = Site(folder=place, home=asked.home, model=model)
-                    cells += anyio.run(_side, asked, site, name, repetition, told, backend_options={"use_uvloop": True})
+                    cells += _side(
+                        asked, Site(folder / f"{repetition}-{name}", asked.home, model), name, repetition, told
+                    )
                 except OperatorError as error:
                     failures.append(f"{name}, repetition {repetition}: {error}")
                     told(failures[-1])
     return cells, failures
+
+
+def _side(asked: Asked, site: Site, name: str, repetition: int, told: Callable[[str], None]) -> list[Cell]:
+    """One side at all rates. A port may be taken between its choice and its use: a failed start is tried once more."""
+    told(f"repetition {repetition}: {name}")
+    try:
+        return _once(asked, site, name, repetition, told)
+    except OperatorError as error:
+        told(f"  again: {error}")
+        return _once(asked, msgspec.structs.replace(site, folder=site.folder / "again"), name, repetition, told)
+
+
+def _once(asked: Asked, site: Site, name: str, repetition: int, told: Callable[[str], None]) -> list[Cell]:
+    site.folder.mkdir(parents=True)
+    return anyio.run(_at_all_rates, asked, site, name, repetition, told, backend_options={"use_uvloop": True})
 
 
 def turned(sides: Sequence[str], by: int) -> list[str]:
@@ -135,8 +148,10 @@ def turned(sides: Sequence[str], by: int) -> list[str]:
     return [*sides[begin:], *sides[:begin]]
 
 
-async def _side(asked: Asked, site: Site, name: str, repetition: int, told: Callable[[str], None]) -> list[Cell]:
-    """One side at all rates, started and ended."""
+async def _at_all_rates(
+    asked: Asked, site: Site, name: str, repetition: int, told: Callable[[str], None]
+) -> list[Cell]:
+    """One side, started and ended."""
     kind, cells = KINDS[asked.engines], list[Cell]()
     task = asyncio.current_task()
     assert task is not None
