@@ -22,6 +22,9 @@ SEQUENCES: Final = 32
 BOTH: Final = "[requests]\ndirect_tokens_max = 256\n"
 """A prompt whose creator's persona is warm is computed where it is decoded, in the same steps."""
 
+SMALL_STEP: Final = 64
+"""Tokens: a long step is the longest gap in every reply beside it, and this many take about 75 ms of a core."""
+
 
 def vllm(site: Site) -> Side:
     """One engine, with all the machine's cores and the KV memory of two."""
@@ -29,10 +32,11 @@ def vllm(site: Site) -> Side:
     return Side(stages=((serve(site, "vllm", port, core=None, part="front"),),), url=url(port))
 
 
-def replicas(site: Site) -> Side:
-    """Two engines behind a cache-aware router."""
+def replicas(site: Site, step_tokens: int | None = None) -> Side:
+    """Two engines behind a cache-aware router. `step_tokens`: in one step of an engine at most; None: as configured."""
     port, engines = free_port(), (free_port(), free_port())
-    units = tuple(serve(site, f"vllm-{core}", behind, core=core) for core, behind in enumerate(engines))
+    more = () if step_tokens is None else ("--max-num-batched-tokens", str(step_tokens))  # the last one counts
+    units = tuple(serve(site, f"vllm-{core}", behind, core, more) for core, behind in enumerate(engines))
     front = router(site, port, "--worker-urls", *map(url, engines), "--policy", "cache_aware")
     return Side(stages=(units, (front,)), url=url(port))
 
@@ -96,7 +100,11 @@ def serve(
 SIDES: Final[Mapping[str, Recipe]] = {
     "vllm": vllm,
     "vllm-replicas": replicas,
+    "vllm-replicas-small-steps": lambda site: replicas(site, SMALL_STEP),
     "vllm-router-pd": vllm_router_pd,
     "headrace-split": lambda site: headrace(site, 1, 1, 0, ""),
     "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH),
+    "headrace-both-small-steps": lambda site: headrace(
+        site, 0, 0, 2, f"{BOTH}[both]\nmax_num_batched_tokens = {SMALL_STEP}\n"
+    ),
 }
