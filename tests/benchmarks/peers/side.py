@@ -1,6 +1,7 @@
 """One side of the comparison: the processes that it is made of, started in stages, their CPU, and their end."""
 
 import contextlib
+import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ Part = Literal["front", "beside", "engine"]
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
     """One process, ready when a GET of `ready` is answered with 200, and with all of `says` in it.
 
-    `members`: where it keeps others, the file in which it says who they are.
+    `members`: where it keeps others, the file in which it says who they are. `cores`: on which core each of those stays, by name.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     says: tuple[bytes, ...] = ()
     environment: Mapping[str, str] = {}
     members: Path | None = None
+    cores: Mapping[str, int] = {}
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +113,16 @@ def part_of(member: str) -> Part:
     return "beside" if member in ("nats", "keeper") else "engine"
 
 
+def pin(unit: Unit) -> None:
+    """Put the members that have a core there, with all that they have started and all threads of it."""
+    found = members(unit.members) if unit.members is not None else []
+    for member in (member for member in found if member.name in unit.cores):
+        threads = (task for pid in family(member.pid) for task in Path(f"/proc/{pid}/task").iterdir())
+        for thread in threads:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread.name), {unit.cores[member.name]})
+
+
 def family(pid: int) -> list[int]:
     """A process and all that it has started."""
     try:
@@ -141,6 +153,7 @@ async def running(side: Side, logs: Path) -> AsyncIterator[Running]:
             with anyio.move_on_after(START_S):
                 for unit in stage:
                     await _until_ready(unit, processes[unit.name])
+                    pin(unit)
                 continue
             raise OperatorError(f"{stage[0].name} or one beside it is not ready after {START_S:g} s.", f"See {logs}.")
         yield Running(side, processes)
