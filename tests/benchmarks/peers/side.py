@@ -178,4 +178,5 @@ async def _is_ready(unit: Unit) -> bool:
         status, body = await http.get(unit.ready, 2.0)
     except (OSError, TimeoutError):
         return False
-    return status == 200 and all(said in body for said in unit.says)
+    told = unit.members is None or unit.members.exists()  # written once the supervisor has seen all of them ready
+    return told and status == 200 and all(said in body for said in unit.says)
