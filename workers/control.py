@@ -3,14 +3,13 @@
 What an order does to a worker is decided in `pipeline.protocol.control`.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import Final
 
-import anyio
 import msgspec
 import structlog
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
@@ -36,9 +35,7 @@ class Control:
     ) -> None:
         self._bus, self._worker, self._loops = bus, worker, loops
         self._leaving, self._leave = leaving, leave
-        self._put: MemoryObjectSendStream[Message]
-        self._take: MemoryObjectReceiveStream[Message]
-        self._put, self._take = anyio.create_memory_object_stream(ORDERS_WAITING_MAX)
+        self._orders: asyncio.Queue[Message] = asyncio.Queue(ORDERS_WAITING_MAX)
 
     @property
     def state(self) -> State:
@@ -51,15 +48,14 @@ class Control:
 
     async def run(self) -> None:
         """Listen and obey, until cancelled."""
-        with self._put, self._take:
-            await self._bus.subscribe(subjects.control(self._worker), self._heard)
-            async for message in self._take:
-                await self._answer(message)
+        await self._bus.subscribe(subjects.control(self._worker), self._heard)
+        while True:
+            await self._answer(await self._orders.get())
 
     def _heard(self, message: Message) -> None:
         """One too many goes unanswered, and is sent again."""
-        with contextlib.suppress(anyio.WouldBlock):
-            self._put.send_nowait(message)
+        with contextlib.suppress(asyncio.QueueFull):
+            self._orders.put_nowait(message)
 
     async def _answer(self, message: Message) -> None:
         try:

@@ -4,13 +4,12 @@ When a creator's requests are to be spread over more workers, the new ones load 
 them: one worker that has served the creator says which tokens its prompts share, the others prefill those under the same salt.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from typing import Final
 
-import anyio
 import structlog
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from pipeline import outside
 from pipeline.bus.connection import Bus, Message
@@ -45,9 +44,7 @@ class WarmUps:
         self.prefixes = prefixes
         self._bus, self._engine, self._worker = bus, engine, worker
         self._has_time, self._served = has_time, served
-        self._put: MemoryObjectSendStream[_Asked]
-        self._take: MemoryObjectReceiveStream[_Asked]
-        self._put, self._take = anyio.create_memory_object_stream(WARM_UPS_WAITING_MAX)
+        self._waiting: asyncio.Queue[_Asked] = asyncio.Queue(WARM_UPS_WAITING_MAX)
 
     async def listen(self) -> None:
         """Answer from now on."""
@@ -55,9 +52,9 @@ class WarmUps:
 
     async def run(self) -> None:
         """Warm up what is asked for, one after the other, until cancelled."""
-        with self._put, self._take:
-            async for warm_up, answer_at in self._take:
-                self._answer(answer_at, await self.warm(warm_up))
+        while True:
+            warm_up, answer_at = await self._waiting.get()
+            self._answer(answer_at, await self.warm(warm_up))
 
     def _asked(self, message: Message) -> None:
         said = prefill_decoder.decode(message.data)
@@ -70,8 +67,8 @@ class WarmUps:
 
     def _queue(self, warm_up: WarmUp, answer_at: str) -> None:
         try:
-            self._put.send_nowait((warm_up, answer_at))
-        except anyio.WouldBlock:
+            self._waiting.put_nowait((warm_up, answer_at))
+        except asyncio.QueueFull:
             self._answer(answer_at, WarmedUp("busy"))
 
     async def warm(self, warm_up: WarmUp) -> WarmedUp:
