@@ -180,7 +180,8 @@ def brought_up(folder: Path, model_path: str, model: str) -> Iterator[Running]:
     config, log = folder / "headrace.toml", folder / "up.log"
     config.write_text(
         f"{PORTS}{ENGINES}{model}[requests]\ndefault_max_tokens = 256\n{SMALL_DECODE}"
-        f"[up]\nprefill = {PREFILL_WORKERS}\nstate_dir = '{folder}'\n"
+        # All seats for batch, too: what dies in a test has the time of batch, and nothing else is asked beside it.
+        f"[classes]\ndecode_room = 0.0\n[up]\nprefill = {PREFILL_WORKERS}\nstate_dir = '{folder}'\n"
     )
     with up(config, log, folder, model_path) as running:
         yield running
