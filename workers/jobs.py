@@ -27,8 +27,6 @@ log: Final = structlog.get_logger("job")
 TELLING_GRACE_S: Final = 5.0
 """After its deadline a request's end is told for this long; then its receiver is taken for gone."""
 
-CANCEL_AGAIN_S: Final = 0.5
-
 TOO_LATE: Final = "The request's time ran out before its reply was whole; give it a longer timeout_ms, or try again."
 
 
@@ -127,14 +125,8 @@ class Job(ABC):
                         await self._carry_out(effect, at_once[effect])
                     else:
                         self._start(effect, beside[effect])
-            self._end_beside()
-
-    def _end_beside(self) -> None:
-        """Cancel what still runs beside; again, because nats-py swallows a cancellation while it waits for a full socket."""
-        for task in self._beside:
-            task.cancel()
-        if self._beside:
-            asyncio.get_running_loop().call_later(CANCEL_AGAIN_S, self._end_beside)
+            for task in self._beside:
+                task.cancel()
 
     async def stop_working(self) -> None:
         """Cancel what works for this request: rendering, asking, the engine. What was about to begin does not begin."""

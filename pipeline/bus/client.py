@@ -10,6 +10,7 @@ mends, and `tests/bus` holds each of them against a real server:
     _process_info          a server, or who stands before it, cannot talk us out of TLS
     _process_connect_init  nothing waits over a lost connection: what was not sent in time is not sent late
     _connect_to_server     an attempt that failed is closed before the next one is made; over TLS both of its ends are
+    _flush_pending         who is cancelled while a full socket is waited for is cancelled; nats-py swallows it
     close                  without a connection nothing is written: uvloop raises for a closed socket
     _process_msg           a handler is called as its message is read: no queue that overflows, no task to be cancelled in
 """
@@ -108,6 +109,14 @@ class Client(NatsClient):
         if self.is_connected:
             await self._send_command(PING_PROTO)
             await self._flush_pending()
+
+    async def _flush_pending(self, force_flush: bool = False) -> Any:
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        result = await super()._flush_pending(force_flush)
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
+        return result
 
     async def _process_pong(self) -> None:
         if self._pongs:

@@ -1,5 +1,6 @@
 """The connection, against a real nats-server, under both event loops. P1 to P20 are traps of nats-py and nats-server."""
 
+import asyncio
 import time
 from typing import Any
 
@@ -280,6 +281,23 @@ class TestABrokerThatDies:
                 await eventually(lambda: len(bus._calls._open) == 1 and len(bus._pongs) == 1)
                 broker.kill9()
         assert sorted(ended) == ["barrier", "request"]
+
+    async def test_who_waits_for_a_full_socket_is_cancelled_at_the_first_word(self, broker: NatsServer) -> None:
+        async with await Bus.connect(broker.url, "test") as bus:
+            broker.pause()
+
+            async def pour() -> None:
+                for _ in range(100):
+                    await bus.publish("poured", bytes(MESSAGE_BYTES_MAX // 2))
+
+            pouring = asyncio.create_task(pour())
+            await anyio.sleep(0.3)
+            assert not pouring.done(), "the socket is full"
+            pouring.cancel()
+            done, _ = await asyncio.wait({pouring}, timeout=1.0)
+            broker.kill9()
+            assert done == {pouring}
+            assert pouring.cancelled()
 
     @pytest.mark.usefixtures("quick_watch")
     async def test_p3_a_connection_that_falls_silent_is_replaced(self, broker: NatsServer) -> None:
