@@ -34,7 +34,14 @@ def ours(theirs: dict[str, Answer], stacks: Stacks) -> str:
 def test_headrace_answers_as_vllm_serve_with_a_parser_of_reasoning(
     name: str, theirs: dict[str, Answer], ours: str
 ) -> None:
-    assert differences(theirs[name], ask(ours, name, reasoning_requests()[name])) == []
+    """A stream is asked for up to three times. vLLM joins the tokens of a reader that falls behind, and where `</think>` comes
+    in the midst of such a delta, its parser keeps what follows and never gives it out: there as here, by chance of timing.
+    """
+    found = [""]
+    for _ in range(3 if name.endswith("streamed") else 1):
+        if found:
+            found = differences(theirs[name], ask(ours, name, reasoning_requests()[name]))
+    assert found == []
 
 
 def said(answer: Answer) -> dict[str, Any]:

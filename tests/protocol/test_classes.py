@@ -43,14 +43,18 @@ def test_a_turn_that_batch_does_not_take_passes() -> None:
 weights = st.builds(Weights, interactive_weight=st.integers(1, 50), batch_weight=st.integers(1, 50))
 
 
+def after(weights: Weights, served: list[str]) -> Turns:
+    made = Turns(weights)
+    for klass in served:
+        made.served(klass)
+    return made
+
+
 @given(weights, st.lists(st.sampled_from([INTERACTIVE, BATCH]), max_size=200))
 def test_whatever_came_before_batch_waits_for_no_more_turns_than_its_weight_says(
     weights: Weights, before: list[str]
 ) -> None:
-    made = Turns(weights)
-    for klass in before:
-        made.served(klass)
-    waited = 0
+    made, waited = after(weights, before), 0
     while not made.batch:
         made.served(INTERACTIVE)
         waited += 1
@@ -61,10 +65,7 @@ def test_whatever_came_before_batch_waits_for_no_more_turns_than_its_weight_says
 def test_whatever_came_before_interactive_requests_wait_for_no_more_than_batchs_share(
     weights: Weights, before: list[str]
 ) -> None:
-    made = Turns(weights)
-    for klass in before:
-        made.served(klass)
-    waited = 0
+    made, waited = after(weights, before), 0
     while made.batch:
         made.served(BATCH)
         waited += 1
