@@ -1,6 +1,5 @@
 """HTTP as careless and hostile clients speak it, on the real server: bytes in, bytes out."""
 
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -160,7 +159,7 @@ async def test_an_upgrade_that_is_not_served_is_ignored(served: Stack) -> None:
 
 async def fill(client: Raw) -> None:
     """Send more header lines than are taken, or as many as get through."""
-    with anyio.fail_after(5), contextlib.suppress(anyio.BrokenResourceError):
+    with anyio.fail_after(5), suppress(anyio.BrokenResourceError):
         for _ in range(HEAD_BYTES_MAX // 1000 + 10):
             await client.send(b"x-filler: " + b"x" * 1000 + b"\r\n")
 
