@@ -96,6 +96,7 @@ class PrefillWorker:
             decoders=self.decoders,
             living=lambda: presences.epochs(self.clock()),
             silence_s=lambda decode: self.clock() - presences.heard_s("decode", decode),
+            leaves=self._leaves,
             weigh=self.weigh,
             rendered=self.warm_ups.prefixes.seen,
             suspects=anyio.Semaphore(1),
@@ -172,6 +173,9 @@ class PrefillWorker:
         await self._puller.stop()
         await self._return_surplus()
 
+    def _leaves(self) -> bool:
+        return not (self.slots.open or self.paused)
+
     @property
     def under_way(self) -> int:
         """Requests that it works on."""
@@ -199,7 +203,7 @@ class PrefillWorker:
             id=self.me.id,
             epoch=self.me.epoch,
             ready=self.ready,
-            draining=not (self.slots.open or self.paused),
+            draining=self._leaves(),
             paused=self.paused,
             load=self.slots.load,
             slots=self.slots.capacity,

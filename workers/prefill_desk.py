@@ -23,7 +23,8 @@ class Desk(msgspec.Struct, kw_only=True):
 
     `weigh` is told of prompt tokens in progress, more or fewer, and `rendered` of each prompt: creator, salt, packed tokens.
     `expects` says how many tokens of a prompt (salt, token ids) the engine's own cache holds, `visits` lets prompts into the
-    engine, and `silence_s` says how long a decode worker has not been heard. `suspects` lets in one request at a time that
+    engine, and `silence_s` says how long a decode worker has not been heard. `leaves` says whether this one takes nothing more,
+    for good: then others may do what here only waits. `suspects` lets in one request at a time that
     workers have died with. `shelf`: what they refer to.
     """
 
@@ -38,6 +39,7 @@ class Desk(msgspec.Struct, kw_only=True):
     decoders: Callable[[], list[Presence]]
     living: Callable[[], set[str]]
     silence_s: Callable[[str], float]
+    leaves: Callable[[], bool]
     weigh: Callable[[int], None]
     rendered: Callable[[str, str, bytes], None]
     expects: Callable[[str, Sequence[int]], int]

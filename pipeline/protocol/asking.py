@@ -96,6 +96,7 @@ class Asking:
             del self._asked[verdict.ask]
             if verdict.never:
                 self._never[verdict.decode] = verdict.reason
+            self._silent.add(verdict.decode)
             return []
         if verdict.state == "waiting":
             # A restarted decode worker has forgotten its grant: the repeated ask waits there anew.
@@ -124,6 +125,10 @@ class Asking:
         self._silent.add(asked.decode)
         if self.grant is not None and self.grant.ask == ask:
             self.grant = None
+
+    def nowhere(self, live: Sequence[Presence]) -> bool:
+        """Whether nobody has been asked, and nobody is there who could be."""
+        return self.grant is None and not self._asked and not any(presence.takes for presence in live)
 
     def stop(self) -> list[Send]:
         """The request is over: no more asks. Returns what to give back."""

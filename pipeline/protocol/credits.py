@@ -151,6 +151,7 @@ class Ledger:
         self._most = blocks
         self.open = True
         self.disagreements = 0
+        self._handed_over_now = self._handed_over_most = 0
         self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
 
     @property
@@ -226,6 +227,8 @@ class Ledger:
         if entry is None or entry.state is GrantState.WAITING:
             return Consumption.NO_GRANT
         entry.state, entry.consumed_s = GrantState.CONSUMED, now_s
+        self._handed_over_now += entry.ask.blocks
+        self._handed_over_most = max(self._handed_over_most, self._handed_over_now)
         return Consumption.FRESH
 
     def release(self, ask_id: str, now_s: float, *, whole: bool) -> Verdicts:
@@ -233,6 +236,7 @@ class Ledger:
         entry = self._entries[ask_id]
         assert entry.state is GrantState.CONSUMED, entry
         self.totals.released += 1
+        self._handed_over_now -= entry.ask.blocks
         if whole:
             self._classes[entry.klass].replies_s.append(now_s - entry.consumed_s)
         self._drop(ask_id)
@@ -305,10 +309,11 @@ class Ledger:
     def reconcile(self, engine_blocks: int, beside: int = 0) -> bool:
         """Whether the engine uses no more than was handed over. Counts it where it does: then somebody goes past the ledger.
 
-        The engine speaks once a step, so its word is held against the most that was handed over since about then. `beside`: what
-        prefills may hold in the same engine.
+        The engine speaks once a step, so its word is held against the most that was handed over since about then, also what
+        began and ended between two looks. `beside`: what prefills may hold in the same engine.
         """
-        self._handed_over.append(self.blocks_in(GrantState.CONSUMED) + beside)
+        self._handed_over.append(self._handed_over_most + beside)
+        self._handed_over_most = self._handed_over_now
         agrees = engine_blocks <= max(self._handed_over)
         self.disagreements += not agrees
         return agrees
@@ -322,6 +327,7 @@ class Ledger:
         assert self.seats == taken, (self.seats, taken)
         assert 0 <= self.free <= self.blocks, self.free
         assert self.free + held == self.blocks, (self.free, held, self.blocks)
+        assert self._handed_over_now == self.blocks_in(GrantState.CONSUMED) <= self._handed_over_most
         assert self.count(GrantState.WAITING) == self.waiting() <= ASKS_WAITING_MAX
         for klass, one in self._classes.items():
             mine = [entry for entry in self._entries.values() if entry.klass == klass]

@@ -19,8 +19,6 @@ from workers.warmth import Warmth
 PREFIX_TOKENS: Final = 416
 CREATORS: Final = ("ada", "bob", "eve")
 """With what follows their prefixes, they need half as much again as the engine has."""
-LOST: Final = 3
-"""In the second half, every third batch is lost on its way, from the second on, so that another one tells of the gap."""
 SETTLED_S: Final = 0.1
 REPAIRED_S: Final = 1.0
 
@@ -37,13 +35,17 @@ class Hit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of it all. `warm`: who was, after each of `hits`. `left_when_cleared`: tokens believed in wrongly."""
+    """What became of it all. `lost`: batches of events that did not come, and `repeated` those of them that a replay brought.
+
+    `warm`: who was, after each of `hits`. `left_when_cleared`: tokens believed in wrongly.
+    """
 
     blocks: int
     block_size: int
     hits: list[Hit]
     hits_with_losses: list[Hit]
-    gaps: int
+    lost: int
+    repeated: int
     resyncs: int
     whole: bool
     warm: list[list[str]]
@@ -67,22 +69,26 @@ class Sources(_Usage):
 
 
 class Lossy:
-    """The engine's events, of which some do not come."""
+    """The engine's events. While it `loses`, the next batch does not come."""
 
     def __init__(self, events: CacheEvents) -> None:
         self.loses = False
+        self.lost: set[int] = set()
+        self.repeated: set[int] = set()
         self._events = events
-        self._while_losing = 0
 
     async def read(self) -> Batch:
-        while True:
-            batch = await self._events.read()
-            self._while_losing += self.loses
-            if self._while_losing % LOST != 2:
-                return batch
+        batch = await self._events.read()
+        if not self.loses:
+            return batch
+        self.loses = False
+        self.lost.add(batch.number)
+        return await self._events.read()
 
     async def replay(self, start: int) -> list[Batch]:
-        return await self._events.replay(start)
+        batches = await self._events.replay(start)
+        self.repeated |= self.lost & {batch.number for batch in batches}
+        return batches
 
 
 class Deaf:
@@ -145,9 +151,11 @@ async def warmth(model: str, config: Config) -> Seen:
         for creator in (*CREATORS, *CREATORS, "ada", "ada", "bob", "bob", "eve", "ada", "bob", "eve", "eve"):
             hits.append(await run.prompt(creator, SETTLED_S))
             warm.append(sorted(edge.index.warm))
-        lossy.loses = True
-        with_losses = [await run.prompt(creator, REPAIRED_S) for creator in (*CREATORS, "eve", "ada")]
-        gaps, resyncs, whole = edge.index.gaps, edge.index.resyncs, edge.index.whole
+        with_losses = []
+        for creator in (*CREATORS, "eve", "ada"):
+            lossy.loses = True
+            with_losses.append(await run.prompt(creator, REPAIRED_S))
+        resyncs, whole = edge.index.resyncs, edge.index.whole
         us = _event_us(await told.replay(0), edge)
         await engine._engine.reset_prefix_cache()
         await run.prompt("eve", REPAIRED_S)  # vLLM tells of it with the next step's events
@@ -158,7 +166,8 @@ async def warmth(model: str, config: Config) -> Seen:
             block_size=engine.info.block_size,
             hits=hits,
             hits_with_losses=with_losses,
-            gaps=gaps,
+            lost=len(lossy.lost),
+            repeated=len(lossy.repeated),
             resyncs=resyncs,
             whole=whole,
             warm=warm,

@@ -101,9 +101,10 @@ def test_who_refuses_for_now_is_asked_again_and_who_never_can_is_not() -> None:
     search, live = asking(), [peer("a")]
     [first] = search.tick(0.0, live, (0, 0))
     search.verdict(verdict(first, "refused"))
-    [again] = search.tick(0.0, live, (0, 0))
+    assert search.tick(0.0, live, (0, 0)) == [], "it would refuse as long as nobody has heard that it takes nothing"
+    [again] = search.tick(SECOND_ASK_AFTER_S, live, (0, 0))
     search.verdict(verdict(again, "refused", never=True))
-    assert search.tick(0.0, live, (0, 0)) == []
+    assert search.tick(2 * SECOND_ASK_AFTER_S, live, (0, 0)) == []
     assert search.impossible == "why"
     assert search.verdict(verdict(again, "refused")) == [], "a late refusal needs no return"
 
@@ -114,6 +115,25 @@ def test_with_nobody_alive_the_search_waits() -> None:
     assert search.tick(0.0, [peer("a", ready=False)], (0, 0)) == []
     assert search.impossible is None
     assert len(search.tick(0.0, [peer("a")], (0, 0))) == 1
+
+
+def test_who_has_refused_is_asked_after_all_others() -> None:
+    search, live = asking(), [peer("a"), peer("b", 3)]
+    [first] = search.tick(0.0, live, (0, 0))
+    search.verdict(verdict(first, "refused"))
+    [second] = search.tick(0.0, live, (0, 0))
+    assert (first.decode, second.decode) == ("a", "b")
+
+
+def test_a_search_with_nobody_asked_and_nobody_to_ask_is_nowhere() -> None:
+    search, leaving = asking(), [peer("a", ready=False)]
+    assert search.nowhere([])
+    assert search.nowhere(leaving)
+    assert not search.nowhere([peer("a")])
+    [first] = search.tick(0.0, [peer("a")], (0, 0))
+    assert not search.nowhere(leaving), "it may still answer"
+    search.verdict(verdict(first, "granted"))
+    assert not search.nowhere([])
 
 
 def test_a_worker_that_dies_takes_its_grant_with_it() -> None:

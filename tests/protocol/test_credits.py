@@ -264,6 +264,16 @@ def test_an_engine_whose_word_is_a_step_old_is_not_blamed() -> None:
     assert not all(book.reconcile(10) for _ in range(RECONCILED_WITH))
 
 
+def test_what_began_and_ended_between_two_looks_was_handed_over_all_the_same() -> None:
+    book = ledger()
+    book.ask(ask("a"), 0.0, FAR_S)
+    assert book.reconcile(0)
+    book.consume("a", "e1", 0.0)
+    book.release("a", 0.0, whole=False)
+    assert book.reconcile(10), "the engine's last word is of the step before it ended"
+    assert not all(book.reconcile(10) for _ in range(RECONCILED_WITH))
+
+
 def test_an_ask_past_its_deadline_is_dropped() -> None:
     book = ledger()
     book.ask(ask("a"), 0.0, 100.0)

@@ -73,3 +73,16 @@ async def test_a_paused_worker_resumes_also_while_it_follows_a_changed_setting(b
         loops.turning = True  # as `apply` leaves it until blocks have come back
         standing = standing_decoder.decode(await made.bus.request(at, encode(Order("resume")), 5.0))
         assert (standing.refused, loops.paused) == ("", False)
+
+
+async def test_what_waits_for_a_decode_worker_that_is_not_there_does_not_hold_up_a_drain(broker: NatsServer) -> None:
+    """It would wait for the bound of the drain, while others could take it, or nobody: then it waits in its stream."""
+    async with fleet(config(broker.url), prefill=0, decode=0, both=1) as made, anyio.create_task_group() as tasks:
+        await turned(made, "both-1", "prefill")
+        asked = await many(made, 3, max_tokens=2)
+        await until(lambda: made.prefill("both-1").under_way == 3)
+        made.workers["both-1"].leave(tasks)
+        await until(lambda: made.workers["both-1"].scope.cancel_called)
+        assert not any(caller.ended for caller in asked)
+        await made.add("both", "both-2")
+        await all_whole(asked)
