@@ -137,7 +137,13 @@ class Engine(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     extra: Mapping[str, Any] = {}
 
 
-class Both(Engine, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Decode(Engine, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decode engine: its table need not say all, so that it has defaults of its own."""
+
+    slots: Positive = 16
+
+
+class Both(Decode, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine for both roles. Beside `slots` sequences that decode it prefills `prefill_slots` prompts at a time.
 
     While it only prefills it works on as many as `prefill.slots` says.
@@ -261,6 +267,8 @@ class Up(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The prepared model, and per run: logs, the broker's files."""
     start_timeout_s: PositiveFloat = 240.0
     drain_s: PositiveFloat = 20.0
+    pin_cores: bool = True
+    """Each engine on CPU has as many cores as `threads`, and none of another's, where there are enough for all."""
 
 
 class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -273,8 +281,8 @@ class Config(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     conversations: Conversations = Conversations()
     model: Model = Model()
     prefill: Engine = Engine()
-    decode: Engine = Engine(slots=16)
-    both: Both = Both(slots=16)
+    decode: Decode = Decode()
+    both: Both = Both()
     placement: Placement = Placement()
     credits: Credits = Credits()
     classes: Classes = Classes()

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from pipeline.config import Config, Requests, flat, load, sources, with_live
 from pipeline.errors import OperatorError
@@ -51,6 +52,14 @@ def test_the_shipped_example_of_a_key_is_one_and_names_every_entry_there_is() ->
     (entry,) = tomllib.loads(example[1].replace("\n# ", "\n").replace("…", "0" * 64))["gateway"]["keys"]
     assert entry.keys() == set(Key.__struct_fields__)
     assert msgspec.convert(entry, Key).name == "team-a"
+
+
+def test_a_table_that_names_one_entry_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    """`decode` and `both` have more seats than `prefill`, also where their tables only say something else."""
+    path = tmp_path / "headrace.toml"
+    for table in ("prefill", "decode", "both"):
+        path.write_text(f"[{table}]\nthreads = 3\n")
+        assert getattr(load(path), table) == replace(getattr(Config(), table), threads=3)
 
 
 def test_the_shipped_file_says_what_the_code_defaults_to_but_for_the_reply_length() -> None:

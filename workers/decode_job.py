@@ -220,6 +220,7 @@ class DecodeJob(Job):
             handoff.max_tokens,
             self._delivered,
             handoff.echo,
+            here=handoff.prefill == self.desk.me.id,
             trace=self.span.context,
         )
         async with aclosing(steps):

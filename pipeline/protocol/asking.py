@@ -17,6 +17,11 @@ ASKS_AT_ONCE_MAX: Final = 2
 """Two choices: a third would only hold blocks that another request could use."""
 
 
+HOME_BEHIND_MAX: Final = 0.05
+"""Of its blocks that a worker promises: so much fuller than another it may be, and what it has prefilled stays. A transfer costs
+about what a few more sequences in its steps do; beyond that, one creator's worker would do the work of two."""
+
+
 class Grant(msgspec.Struct, frozen=True):
     """What an asker holds: the ask's id, and who granted it in which epoch."""
 
@@ -42,7 +47,8 @@ class Asking:
     """One request's search for a grant. `grant` is set when it has one; `impossible` says why none can ever come.
 
     `seats`: the sequences that it will be; `klass`: its class. `home` is the asker's own worker: where that decodes as well,
-    and has room, what it has prefilled need not travel. `rolls` are two numbers in [0, 1) from the caller, which owns the dice.
+    and is not much fuller than others, what it has prefilled need not travel. `rolls` are two numbers in [0, 1) from the
+    caller, which owns the dice.
     """
 
     def __init__(
@@ -164,7 +170,9 @@ class Asking:
         candidates = heard or candidates
         at_home = next((presence for presence in candidates if presence.id == self.home), None)
         if at_home is not None and self._room(at_home) >= self.blocks:
-            return at_home
+            least = min(map(self._filled, candidates))
+            if self._filled(at_home) <= least + HOME_BEHIND_MAX:
+                return at_home
         drawn = [candidates[int(roll * len(candidates))] for roll in rolls]
         return max(drawn, key=lambda presence: (self._room(presence), presence.id))
 
@@ -172,6 +180,10 @@ class Asking:
         """Blocks that are free there, once those have theirs who wait, and would go before us."""
         waiting = presence.asks_waiting - (presence.batch_asks_waiting if self.klass == INTERACTIVE else 0)
         return presence.blocks_free - waiting * self.blocks
+
+    def _filled(self, presence: Presence) -> float:
+        """The part of its blocks that is promised, or waited for."""
+        return 1.0 - self._room(presence) / max(1, presence.blocks)
 
     def _ask(self, choice: Presence, now_s: float) -> Send:
         self._count += 1

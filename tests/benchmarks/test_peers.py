@@ -3,11 +3,7 @@
 import asyncio
 import itertools
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -269,24 +265,6 @@ def test_the_processes_of_a_fleet_are_told_apart(tmp_path: Path) -> None:
     unit = Unit(name="headrace", command=(), ready="", part="beside", members=path)
     assert Running(Side(stages=((unit,),), url=""), {}).gateway_log() == Path("/logs/gateway.log")
     assert Running(Side(stages=(), url=""), {}).gateway_log() is None
-
-
-def test_members_with_a_core_stay_there_with_all_that_they_started(tmp_path: Path) -> None:
-    command_line = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '30'])"]
-    with subprocess.Popen(command_line, start_new_session=True) as kept:
-        try:
-            deadline_s = time.monotonic() + 10.0
-            while len(side.family(kept.pid)) < 2 and time.monotonic() < deadline_s:
-                time.sleep(0.01)  # until it has started the other
-            core = min(os.sched_getaffinity(0))
-            said = {"processes": [{"name": "both-1", "pid": kept.pid, "log": ""}]}
-            (tmp_path / "last.json").write_text(json.dumps(said))
-            members = tmp_path / "last.json"
-            side.pin(Unit(name="up", command=(), ready="", part="beside", members=members, cores={"both-1": core}))
-            found = [os.sched_getaffinity(pid) for pid in side.family(kept.pid)]
-            assert found == [{core}, {core}]
-        finally:
-            os.killpg(kept.pid, signal.SIGKILL)
 
 
 def test_every_side_can_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.limits import REPEAT_PERIOD_S, SECOND_ASK_AFTER_S
-from pipeline.protocol.asking import Asking, Grant, Send
+from pipeline.protocol.asking import HOME_BEHIND_MAX, Asking, Grant, Send
 from pipeline.protocol.messages import Ask, Presence, Return, Verdict
 
 FAR_S = 1e12
@@ -60,11 +60,23 @@ def test_batch_that_waits_somewhere_is_in_nobodys_way_but_batchs(klass: str, cho
     assert [sent.decode for sent in search.tick(0.0, [crowded, peer("b", 40)], (0.0, 0.9))] == [chosen]
 
 
+def asked_from_home(*live: Presence) -> str:
+    [send] = Asking("r", "c", 10, FAR_S, "inbox", home="home").tick(0.0, live, (0.9, 0.9))
+    return send.decode
+
+
 def test_what_was_prefilled_here_is_decoded_here_where_there_is_room() -> None:
-    at_home = Asking("r", "c", 10, FAR_S, "inbox", home="home")
-    assert at_home.tick(0.0, [peer("home", 10), peer("b", 100)], (0.9, 0.9))[0].decode == "home"
-    at_home = Asking("r", "c", 10, FAR_S, "inbox", home="home")
-    assert at_home.tick(0.0, [peer("home", 19, waiting=1), peer("b", 100)], (0.9, 0.9))[0].decode == "b"
+    assert asked_from_home(peer("home", 20), peer("b", 30)) == "home"
+    assert asked_from_home(peer("home", 19, waiting=1), peer("b", 20)) == "b"
+
+
+def test_it_is_decoded_elsewhere_where_its_own_worker_is_much_fuller_than_another() -> None:
+    behind = int(HOME_BEHIND_MAX * 200) - 1
+    assert asked_from_home(peer("home", 100), peer("b", 100 + behind)) == "home"
+    assert asked_from_home(peer("home", 100), peer("b", 100 + behind + 2)) == "b"
+    assert asked_from_home(peer("home", 110, waiting=1), peer("b", 100 + behind + 1)) == "b", (
+        "who waits there is served first"
+    )
 
 
 def test_an_ask_is_repeated_under_its_id_every_period() -> None:

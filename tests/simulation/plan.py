@@ -6,7 +6,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from pipeline.config import Both, Config, Conversations, Engine, LMCache, Model, Requests, Simulated
+from pipeline.config import Both, Config, Conversations, Decode, Engine, LMCache, Model, Requests, Simulated
 from pipeline.protocol.arrangement import Role
 from pipeline.protocol.messages import Encoding
 
@@ -361,7 +361,7 @@ def _config(seed: int, chance: random.Random) -> Config:
         engine="simulated",
         lmcache=LMCache(chunk_size=8, block_size=8, shm_name=f"simulation-{seed}"),
         prefill=Engine(slots=chance.choice((1, 2, 3, 4))),
-        decode=Engine(slots=16),
+        decode=Decode(slots=16),
         requests=Requests(shards=SHARDS, starts_max=20),
         simulated=Simulated(
             seed=seed,

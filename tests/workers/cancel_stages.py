@@ -102,10 +102,11 @@ class Witness(SimulatedEngine):
         max_tokens: int,
         delivered: Sequence[int] = (),
         echo: Echo = NO_ECHO,
+        here: bool = False,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """See `Engine`."""
-        steps = super().decode(key, token_ids, salt, chat, max_tokens, delivered, echo, trace=trace)
+        steps = super().decode(key, token_ids, salt, chat, max_tokens, delivered, echo, here, trace=trace)
         with self._at("decode"):
             async with aclosing(steps):
                 async for step in steps:

@@ -14,7 +14,7 @@ from pipeline.bus import streams
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.presence import Watcher
 from pipeline.bus.settings import Settings
-from pipeline.config import Config, Engine, LMCache, Nats, Requests, Simulated
+from pipeline.config import Config, Decode, Engine, LMCache, Nats, Requests, Simulated
 from pipeline.paths import JETSTREAM
 from pipeline.protocol import subjects
 from pipeline.protocol.arrangement import Role
@@ -50,7 +50,7 @@ def config_for(url: str, *, slots: int = 4, default_max_tokens: int = 12, **simu
         lmcache=LMCache(shm_name=url),  # a tier of this fleet's own
         nats=Nats(url=url),
         prefill=Engine(slots=slots),
-        decode=Engine(slots=64),
+        decode=Decode(slots=64),
         requests=Requests(default_max_tokens=default_max_tokens),
         simulated=Simulated(**timing),
     )

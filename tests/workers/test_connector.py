@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from workers.engines.launch import STAYS
+
 pytestmark = pytest.mark.timeout(180)  # the first test imports torch and vLLM
 
 REQUEST = "request"
@@ -26,18 +28,28 @@ class Scheduler:
         self.freed = 0
         self.connector = connector_class.__new__(connector_class)
         vars(self.connector).update(
-            _can_store=True, lazy_offload=False, request_trackers={}, _loading=set(), _sending=set()
+            _can_store=True,
+            lazy_offload=False,
+            request_trackers={},
+            _loading=set(),
+            _sending=set(),
+            _staying=set(),
+            _waited_for=set(),
         )
         self.connector.scheduler_adapter = SimpleNamespace(
             cleanup_lookup_result=lambda _: None, end_session=lambda _: None, free_lookup_locks=lambda **_: None
         )
 
-    def load(self) -> None:
-        """The request's look-up has found 64 tokens, and their blocks are allocated."""
+    def track(self) -> Any:
+        """LMCache has heard of the request."""
         prompt = {"all_token_ids": list(range(64)), "num_prompt_tokens": 64, "mm_features": [], "cache_salt": ""}
         tracker = self._parts.Tracker(SimpleNamespace(request_id=REQUEST, sampling_params=None, **prompt))
-        tracker.num_lmcache_hit_tokens = 64
         self.connector.request_trackers[REQUEST] = tracker
+        return tracker
+
+    def load(self) -> None:
+        """The request's look-up has found 64 tokens, and their blocks are allocated."""
+        self.track().num_lmcache_hit_tokens = 64
         blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
         self.connector.update_state_after_alloc(self.request, blocks, 63)
         self.request.status = self._parts.RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -121,6 +133,40 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_not_looked_up_and_yet_stored(s
     scheduler.connector.update_state_after_alloc(scheduler.request, blocks, 0)
     assert scheduler.connector.request_trackers[REQUEST].state.name == "READY"
     assert scheduler.connector._can_store
+
+
+def test_a_request_that_stays_is_neither_looked_up_nor_stored_nor_waited_for(
+    parts: SimpleNamespace, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMCache's adapter here has no way to be asked: that would raise."""
+    stored = [SimpleNamespace(request_id=REQUEST), SimpleNamespace(request_id="another")]
+    monkeypatch.setattr(parts.Upstream, "build_connector_meta", lambda *_: SimpleNamespace(requests=list(stored)))
+    scheduler.track()
+    scheduler.request.kv_transfer_params = {STAYS: True}
+    scheduler.request.skip_reading_prefix_cache = False
+    scheduler.connector.on_new_request(scheduler.request)
+    assert scheduler.connector.get_num_new_matched_tokens(scheduler.request, 32) == (0, False)
+    assert scheduler.connector.build_connector_meta(None).requests == stored[1:]
+    scheduler.finish("FINISHED_STOPPED")
+    assert scheduler.freed == 1, "nobody copies them"
+    scheduler.report(sent=True)
+    assert (scheduler.freed, scheduler.connector._staying) == (1, set())
+
+
+def test_a_lookup_is_waited_for_a_moment_and_once(
+    parts: SimpleNamespace, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[tuple[int | None, bool]] = [(None, True), (None, True), (64, True)]
+    silence: tuple[int | None, bool] = (None, True)
+    monkeypatch.setattr(parts.Upstream, "get_num_new_matched_tokens", lambda *_: answers.pop(0) if answers else silence)
+    scheduler.request.skip_reading_prefix_cache = False
+    assert scheduler.connector.get_num_new_matched_tokens(scheduler.request, 0) == (64, True)
+    scheduler.track()
+    scheduler.finish("FINISHED_ABORTED")
+    assert scheduler.connector._waited_for == set()
+    assert scheduler.connector.get_num_new_matched_tokens(scheduler.request, 0) == silence, "for a moment only"
+    answers += [(None, True), (64, True)]
+    assert scheduler.connector.get_num_new_matched_tokens(scheduler.request, 0) == silence, "and not twice"
 
 
 def test_an_abort_during_a_load_frees_the_blocks_once_when_the_load_is_done(scheduler: Scheduler) -> None:

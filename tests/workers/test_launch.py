@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.config import Both, Config, Engine, LMCache, Model
+from pipeline.config import Both, Config, Decode, Engine, LMCache, Model
 from pipeline.errors import OperatorError
 from pipeline.protocol.arrangement import Role
 from workers.engines import launch
@@ -62,7 +62,7 @@ def test_what_is_for_cpu_stays_on_cpu(cpu: bool) -> None:
 def test_each_role_has_its_own_settings() -> None:
     config = replaced(
         prefill=Engine(slots=2, threads=3, kv_cache_bytes=1 << 20),
-        decode=Engine(slots=9, threads=4),
+        decode=Decode(slots=9, threads=4),
         both=Both(slots=5, prefill_slots=2),
     )
     prefill, decode, both = (launch.engine_arguments(config, role, "/model") for role in ROLES)
@@ -72,7 +72,7 @@ def test_each_role_has_its_own_settings() -> None:
 
 
 def test_extra_arguments_win() -> None:
-    config = replaced(decode=Engine(extra={"max_num_seqs": 3, "seed": 7}))
+    config = replaced(decode=Decode(extra={"max_num_seqs": 3, "seed": 7}))
     arguments = launch.engine_arguments(config, "decode", "/model")
     assert (arguments["max_num_seqs"], arguments["seed"]) == (3, 7)
     assert "seed" not in launch.engine_arguments(config, "prefill", "/model")
@@ -81,7 +81,7 @@ def test_extra_arguments_win() -> None:
 @pytest.mark.parametrize(
     ("config", "names"),
     [
-        (replaced(decode=Engine(slots=64, max_num_batched_tokens=32)), "decode.max_num_batched_tokens"),
+        (replaced(decode=Decode(slots=64, max_num_batched_tokens=32)), "decode.max_num_batched_tokens"),
         (replaced(lmcache=LMCache(chunk_size=48, block_size=32)), "lmcache.chunk_size"),
         (replaced(lmcache=LMCache(chunk_size=16, block_size=16)), "lmcache.block_size"),
     ],

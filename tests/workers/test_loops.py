@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pipeline.bus.connection import Bus, Message
-from pipeline.config import Engine, Requests
+from pipeline.config import Decode, Requests
 from pipeline.limits import PRESENCE_PERIOD_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.credits import GrantState
@@ -131,7 +131,7 @@ class Counting(SimulatedEngine):
 
 
 async def test_no_more_sequences_queue_inside_decode_than_its_seats_and_a_quarter(broker: NatsServer) -> None:
-    config = msgspec.structs.replace(config_for(broker.url, slots=16, step_s=0.002), decode=Engine(slots=8))
+    config = msgspec.structs.replace(config_for(broker.url, slots=16, step_s=0.002), decode=Decode(slots=8))
     async with fleet(config, prefill=2, engine=Counting) as made:
 
         async def one(number: int) -> None:

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import pytest
 
-from pipeline.config import Config, Engine, LMCache, Model, Simulated
+from pipeline.config import Config, Decode, Engine, LMCache, Model, Simulated
 from pipeline.errors import EngineDead, EngineFailed, InvalidField, OperatorError, PromptTooLong
 from workers.engines import port
 from workers.engines.port import Step
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
 FAST = Config(
     engine="simulated",
     prefill=Engine(slots=4),
-    decode=Engine(slots=64),
+    decode=Decode(slots=64),
     simulated=Simulated(
         prefill_tokens_per_s=1e6, prefill_overhead_s=0.001, step_s=0.001, step_per_sequence_s=0.00001, kv_blocks=512
     ),

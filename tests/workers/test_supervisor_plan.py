@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
-from pipeline.config import Config, LMCache, Nats, load
+from pipeline.config import Config, Decode, LMCache, Nats, Up, load
 from pipeline.errors import OperatorError
 from workers.engines import launch
 from workers.engines.simulated.engine import TIER_VARIABLE
@@ -18,6 +18,7 @@ SITE = Site(
     config_path=Path("/etc/headrace.toml"),
     nats_server=Path("/bin/nats-server"),
     nats_config=Path("/etc/nats.conf"),
+    cores=(0, 1, 4, 5),
 )
 REAL = Config()
 SIMULATED = plan.chosen(Config(), Options(engine="simulated", prefill=4, decode=1))
@@ -51,6 +52,25 @@ def test_the_simulated_engine_needs_only_the_broker() -> None:
         "keeper": ("nats", "streams"),
         "gateway": ("nats", "streams"),
     }
+
+
+def test_each_engine_on_cpu_has_cores_of_its_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cpu_build", lambda: True)
+    config = replace(REAL, up=Up(prefill=1, decode=1, both=1), decode=Decode(threads=2))
+    assert {name: unit.cores for name, unit in units(config).items() if unit.cores} == {
+        "prefill-1": (0,),
+        "decode-1": (1, 4),
+        "both-1": (5,),
+    }
+    crowded = replace(config, up=Up(prefill=2, decode=1, both=1))
+    freely = replace(config, up=replace(config.up, pin_cores=False))
+    for nobody in (crowded, freely, replace(config, engine="simulated")):
+        assert not any(unit.cores for unit in units(nobody).values())
+
+
+def test_an_engine_on_a_gpu_wanders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "cpu_build", lambda: False)
+    assert not any(unit.cores for unit in units(REAL).values())
 
 
 def test_workers_for_both_are_a_fleet_of_their_own() -> None:
@@ -122,7 +142,7 @@ def test_the_store_leaves_its_shared_memory_when_it_is_killed() -> None:
     settled = plan.settled(REAL, "r1", [])
     assert units(settled)["lmcache"].leftovers == (Path("/dev/shm/lmcache_l1_pool_headrace-r1"),)
     assert units(settled)["lmcache"].metrics == f"{launch.lmcache_url(settled)}/metrics"
-    without = plan.settled(msgspec.structs.replace(REAL, lmcache=LMCache(shm_name="")), "r1", [])
+    without = plan.settled(replace(REAL, lmcache=LMCache(shm_name="")), "r1", [])
     assert units(without)["lmcache"].leftovers == ()
 
 
@@ -153,8 +173,8 @@ def test_options_leave_alone_what_they_do_not_name() -> None:
 def test_up_refuses_a_broker_elsewhere() -> None:
     for url in ("nats://10.0.0.1:4222", "nats://127.0.0.1:port", "nonsense"):
         with pytest.raises(OperatorError, match="starts a NATS server of its own"):
-            plan.broker(msgspec.structs.replace(REAL, nats=Nats(url=url)))
-    assert plan.broker(msgspec.structs.replace(REAL, nats=Nats(url="nats://localhost"))) == ("localhost", 4222)
+            plan.broker(replace(REAL, nats=Nats(url=url)))
+    assert plan.broker(replace(REAL, nats=Nats(url="nats://localhost"))) == ("localhost", 4222)
 
 
 def test_a_gateway_on_all_addresses_is_reached_on_loopback() -> None:

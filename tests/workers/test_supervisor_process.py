@@ -146,6 +146,21 @@ def test_shared_memory_of_a_killed_child_is_removed(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_child_with_cores_stays_there_with_all_that_it_starts(tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    core = max(before)
+
+    async def test() -> None:
+        command = [sys.executable, "-c", FORKS]
+        process = Process.start("child", command, {}, tmp_path / "child.log", (core,))
+        await started(process)
+        assert [os.sched_getaffinity(pid) for pid in members(process.pid)] == [{core}, {core}]
+        await process.end(0.0, anyio.Event())
+
+    run(test)
+    assert os.sched_getaffinity(0) == before, "we stay where we were"
+
+
 def test_many_may_wait_for_one_child(tmp_path: Path) -> None:
     async def test() -> None:
         process, statuses = start(tmp_path, OBEYS), list[int]()

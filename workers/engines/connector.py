@@ -16,14 +16,28 @@ wait for. All of this is on the scheduler's side, after vLLM has merged the repo
 And where vLLM wants nothing of a prompt from any cache, because it is asked for that prompt's logprobs, LMCache is not asked
 either: vLLM would ignore the answer, and what LMCache has locked for the load would stay locked.
 
+Nor is it asked where a request stays in the engine that has prefilled it (`launch.STAYS`): a look-up costs steps, since vLLM asks
+for its result with the next ones, and a store costs a copy before a step is reported.
+
+Where it is asked, its answer is waited for a moment. It comes within a millisecond or two, in two rounds, and vLLM would look for
+each of them only at its next step, which may be a long prompt's.
+
 And it is told that nobody wants cache events. Where vLLM tells those of its own cache, the connector would add LMCache's: for
 every chunk a hash and all its tokens, and a second stream from the server.
 """
 
 import copy
-from typing import Any
+import time
+from typing import Any, Final
 
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector, LMCacheMPRequestState
+
+from workers.engines.launch import STAYS
+
+LOOKUP_S: Final = 0.005
+"""Of one request's look-up, that others may wait for it: about a step of a decode engine on a GPU."""
+
+LOOKUP_POLL_S: Final = 0.0002
 
 
 class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no types
@@ -35,13 +49,28 @@ class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no t
         super().__init__(quiet, role, kv_cache_config)
         self._loading: set[str] = set()
         self._sending: set[str] = set()
+        self._staying: set[str] = set()
+        self._waited_for: set[str] = set()
+
+    def on_new_request(self, request: Any) -> None:
+        """LMCache would begin its look-up here."""
+        if not _stays(request):
+            super().on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded; what is computed all the same is still stored."""
-        if request.skip_reading_prefix_cache:
+        """How many tokens can be loaded. What is computed all the same is still stored, unless it stays."""
+        if stays := _stays(request):
+            self._staying.add(request.request_id)
+        if stays or request.skip_reading_prefix_cache:
             self._get_or_create_request_tracker(request).state = LMCacheMPRequestState.BYPASS_LMCACHE
             return 0, False
         found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] is None and request.request_id not in self._waited_for:
+            self._waited_for.add(request.request_id)
+            until_s = time.monotonic() + LOOKUP_S
+            while found[0] is None and time.monotonic() < until_s:
+                time.sleep(LOOKUP_POLL_S)
+                found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -50,9 +79,20 @@ class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no t
         if num_external_tokens > 0:
             self._loading.add(request.request_id)
 
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """What the worker loads and stores in this step."""
+        metadata = super().build_connector_meta(scheduler_output)
+        if self._staying:
+            metadata.requests = [one for one in metadata.requests if one.request_id not in self._staying]
+        return metadata
+
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Whether vLLM must hold the blocks until `finished_sending`, and what the request's output carries."""
         waits, parameters = super().request_finished(request, block_ids)
+        self._waited_for.discard(request.request_id)
+        if request.request_id in self._staying:
+            self._staying.remove(request.request_id)
+            waits = False
         if request.request_id in self._loading:
             waits = False  # vLLM itself holds them until `finished_recving`
         if waits:
@@ -66,3 +106,7 @@ class PDConnector(LMCacheMPConnector):  # type: ignore[misc]  # LMCache has no t
         reported = connector_output.finished_sending or set()
         connector_output.finished_sending = reported & self._sending
         self._sending -= reported
+
+
+def _stays(request: Any) -> bool:
+    return bool(request.kv_transfer_params and request.kv_transfer_params.get(STAYS))

@@ -31,6 +31,9 @@ when the decode engine looks the prompt up, so this must exceed the time from th
 SESSION_TTL_S: Final = 600
 """LMCache forgets an idle request after this long: the longest deadline of a batch request."""
 
+STAYS: Final = "headrace.stays"
+"""In a request's `kv_transfer_params`: our connector neither looks its prompt up in LMCache nor stores it there."""
+
 HASHES: Final = ("sha256_cbor", "sha256")
 """vLLM's hash functions that give a block the same name in every process. The others begin from random bytes."""
 

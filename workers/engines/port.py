@@ -148,6 +148,7 @@ class Engine(Protocol):
         max_tokens: int,
         delivered: Sequence[int] = (),
         echo: Echo = NO_ECHO,
+        here: bool = False,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """Generate up to `max_tokens` after the prompt, under the sampling parameters of `chat`, which needs no messages.
@@ -155,6 +156,8 @@ class Engine(Protocol):
         Each reply begins with `echo`, which is none of its tokens.
         `delivered` tokens of this reply are with the receiver already, and count: the reply continues after them, its stop
         strings and half characters begun in them. Where they are the whole reply, there is one step, which says so.
+        `here`: the prompt was prefilled in this engine, or lacks little in its cache. Then nothing of it is looked up elsewhere,
+        and nothing stored.
 
         Raises as `prefill`. Closing the iterator aborts the request.
         """

@@ -193,6 +193,7 @@ class VllmEngine:
         max_tokens: int,
         delivered: Sequence[int] = (),
         echo: Echo = NO_ECHO,
+        here: bool = False,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """Generate. A step may be several of the engine's, where the caller is slower than it.
@@ -202,15 +203,16 @@ class VllmEngine:
         kind, streamed = self._kind(chat), bool(chat.get("stream"))
         how = kind.sampling(self._renderer, chat, token_ids, max_tokens, self._defaults)
         said = kind.Said(self._engine, self._renderer, how.request, token_ids, echo, streamed=streamed)
+        parameters = self._chat.stays(how.parameters) if here else how.parameters
         if delivered:
             if said.is_parsed and streamed:
                 raise ReplyLost("A worker was lost, and a parser has read a part of its reply: send it again.")
-            async with aclosing(self._continue(key, token_ids, salt, how.parameters, delivered, said, trace)) as steps:
+            async with aclosing(self._continue(key, token_ids, salt, parameters, delivered, said, trace)) as steps:
                 async for step in steps:
                     yield step
             return
         priority = int(chat.get("priority") or 0)  # which a scheduler heeds whose policy it is: see `extra`
-        outputs_of = self._generate(key, token_ids, salt, how.parameters, how.arguments, priority, trace)
+        outputs_of = self._generate(key, token_ids, salt, parameters, how.arguments, priority, trace)
         async with aclosing(outputs_of) as outputs:
             async for output in outputs:
                 for choice in output.outputs:

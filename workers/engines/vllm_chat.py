@@ -26,7 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from pipeline.errors import EngineDead, EngineFailed, InvalidField, PromptTooLong, ReplyError, RequestError
 from pipeline.protocol.pieces import Echo
-from workers.engines import vllm_parsed
+from workers.engines import launch, vllm_parsed
 from workers.engines.port import FinishReason, Rendered, Step
 
 ENVELOPE: Final = frozenset({"id", "reply_to", "claim_at", "timeout_ms", "type", "v"})
@@ -158,6 +158,12 @@ def parameters_of(request: Any, max_tokens: int, defaults: Mapping[str, Any]) ->
     # `vllm_xargs` becomes extra_args, and would be another way in for what `validated` has dropped.
     kept = {key: value for key, value in (parameters.extra_args or {}).items() if key not in OURS}
     parameters.extra_args = kept or None
+    return parameters
+
+
+def stays(parameters: Any) -> Any:
+    """The same, of a request whose KV comes from nowhere else and goes nowhere. Its engine's connector reads this."""
+    parameters.extra_args = {**(parameters.extra_args or {}), "kv_transfer_params": {launch.STAYS: True}}
     return parameters
 
 

@@ -14,6 +14,7 @@ KV that is not there. The drain goes the other way, a stage at a time: who takes
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
@@ -69,7 +70,7 @@ class Present(msgspec.Struct, frozen=True):
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
     """One process of the stack. `environment` is added to ours; `leftovers` are files that it leaves when killed.
 
-    `metrics` is where Prometheus reads it.
+    `metrics` is where Prometheus reads it. `cores`: it stays on these; none: on any.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     falls_with: tuple[str, ...] = ()
     leftovers: tuple[Path, ...] = ()
     metrics: str | None = None
+    cores: tuple[int, ...] = ()
 
     @property
     def is_step(self) -> bool:
@@ -100,13 +102,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run takes place: its name and folder, the programs and files it uses."""
+    """Where a run takes place: its name and folder, the programs and files it uses, the cores that it may use."""
 
     run: str
     folder: Path
     config_path: Path
     nats_server: Path
     nats_config: Path
+    cores: tuple[int, ...]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -221,10 +224,26 @@ def plan(config: Config, site: Site, metrics_ports: Sequence[int]) -> tuple[Unit
         units += [_model(config), _lmcache(config)]
     free = iter(metrics_ports)
     up = config.up
-    roles: tuple[tuple[Role, int], ...] = (("prefill", up.prefill), ("decode", up.decode), ("both", up.both))
-    for role, count in roles:
-        units += [_worker(config, site, role, f"{role}-{i + 1}", next(free)) for i in range(count)]
+    fleet: tuple[tuple[Role, int], ...] = (("prefill", up.prefill), ("decode", up.decode), ("both", up.both))
+    roles = [role for role, count in fleet for _ in range(count)]
+    names = [f"{role}-{i + 1}" for role, count in fleet for i in range(count)]
+    shares = shared(site.cores, [launch.settings(config, role).threads for role in roles])
+    for role, name, cores in zip(roles, names, shares, strict=True):
+        pinned = cores if real and up.pin_cores and launch.cpu_build() else ()
+        units.append(replace(_worker(config, site, role, name, next(free)), cores=pinned))
     return (*units, _keeper(config, site, next(free)), _gateway(config, site))
+
+
+def shared(cores: Sequence[int], wanted: Sequence[int]) -> list[tuple[int, ...]]:
+    """So many cores for each, none of them twice. Nobody has any where there are too few for all.
+
+    Engines that wander over the same cores wait for each other: an engine's step ends when its last thread does, and its
+    processes look for each other's messages without a pause.
+    """
+    if sum(wanted) > len(cores):
+        return [()] * len(wanted)
+    free = iter(cores)
+    return [tuple(islice(free, count)) for count in wanted]
 
 
 def _nats(config: Config, site: Site) -> Unit:

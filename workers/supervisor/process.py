@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -48,8 +48,10 @@ class Process:
         self._cleared = False
 
     @classmethod
-    def start(cls, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> "Process":
-        """Start `command` with output appended to `log`. Raises `OSError` where it cannot be started."""
+    def start(
+        cls, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, cores: Collection[int] = ()
+    ) -> "Process":
+        """Start `command` with output appended to `log`, on these cores or any. Raises `OSError` where it cannot be started."""
         with log.open("ab") as out:
             offset = out.tell()
             child = subprocess.Popen(
@@ -59,7 +61,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),  # noqa: PLW1509 - we have no threads, and nothing else does it
+                preexec_fn=_die_with_parent(os.getpid(), cores),  # noqa: PLW1509 - we have no threads, and nothing else does it
             )
         return cls(name, child, log, offset)
 
@@ -154,10 +156,12 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    """Runs in the child, before the command: SIGTERM when `parent` dies, also when it just has."""
+def _die_with_parent(parent: int, cores: Collection[int]) -> Callable[[], None]:
+    """Runs in the child, before the command: SIGTERM when `parent` dies, also when it just has; and only these cores."""
 
     def bind() -> None:
+        if cores:
+            os.sched_setaffinity(0, cores)
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -185,7 +185,7 @@ class Stack:
         remove(unit.leftovers)
         slot.falls = False
         try:
-            slot.process = Process.start(unit.name, unit.command, unit.environment, self._log(unit.name))
+            slot.process = Process.start(unit.name, unit.command, unit.environment, self._log(unit.name), unit.cores)
         except OSError as error:
             raise OperatorError(f"Cannot start {unit.name}: {error}.", f"Its command is {unit.command[0]}.") from None
         self._screen.show(unit.name, "starting")

@@ -39,6 +39,7 @@ def up(config_path: Path, options: Options, ask: str | None) -> None:
         config_path=config_path.resolve(),
         nats_server=nats_server,
         nats_config=require(NATS_CONFIG),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
     )
     units = plan.plan(config, site, checks.free_ports(config.up.prefill + config.up.decode + config.up.both + 1))
     with (run_folder / "logs" / "up.log").open("a") as log:

@@ -33,9 +33,9 @@ token of `vllm-replicas`.
     vllm                 `vllm serve`, one engine with all cores: the colocated baseline
     vllm-replicas        two engines, a core each, behind a cache-aware vllm-router
     vllm-router-pd       a prefill and a decode engine, a core each, over one LMCache server
-    headrace-split       a prefill and a decode worker, as `headrace up` starts them, then put on a core each
+    headrace-split       a prefill and a decode worker, a core each, as `headrace up` starts them
     headrace-both        two workers for both roles, a core each; prompts that lack fewer than 256 tokens go directly to decode
-    …-small-steps        the same with at most 64 tokens in a step of an engine, instead of 512: gaps are shorter, prefills longer
+    …-small-steps        the same with at most 32 tokens in a step of an engine, instead of 512: gaps are shorter, prefills longer
 
 The peers come into virtual environments of their own: `python -m tests.benchmarks.peers.install`. CI runs neither.
 """

@@ -22,11 +22,8 @@ SEQUENCES: Final = 32
 BOTH: Final = "[requests]\ndirect_tokens_max = 256\n"
 """A prompt whose creator's persona is warm is computed where it is decoded, in the same steps."""
 
-CORES: Final = {"prefill-1": 0, "decode-1": 1, "both-1": 0, "both-2": 1}
-"""An engine has a core, as the peers' have: two that wander over two cores hinder each other."""
-
-SMALL_STEP: Final = 64
-"""Tokens: a long step is the longest gap in every reply beside it, and this many take about 75 ms of a core."""
+SMALL_STEP: Final = 32
+"""Tokens, no fewer than sequences: a long step is the longest gap in every reply beside it; these take 30 to 60 ms of a core."""
 
 
 def vllm(site: Site) -> Side:
@@ -105,9 +102,9 @@ SIDES: Final[Mapping[str, Recipe]] = {
     "vllm-replicas": replicas,
     "vllm-replicas-small-steps": lambda site: replicas(site, SMALL_STEP),
     "vllm-router-pd": vllm_router_pd,
-    "headrace-split": lambda site: headrace(site, 1, 1, 0, "", CORES),
-    "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH, CORES),
+    "headrace-split": lambda site: headrace(site, 1, 1, 0, ""),
+    "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH),
     "headrace-both-small-steps": lambda site: headrace(
-        site, 0, 0, 2, f"{BOTH}[both]\nmax_num_batched_tokens = {SMALL_STEP}\n", CORES
+        site, 0, 0, 2, f"{BOTH}[both]\nmax_num_batched_tokens = {SMALL_STEP}\n"
     ),
 }

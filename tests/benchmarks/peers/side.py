@@ -1,7 +1,6 @@
 """One side of the comparison: the processes that it is made of, started in stages, their CPU, and their end."""
 
 import contextlib
-import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ Part = Literal["front", "beside", "engine"]
 class Unit(msgspec.Struct, frozen=True, kw_only=True):
     """One process, ready when a GET of `ready` is answered with 200, and with all of `says` in it.
 
-    `members`: where it keeps others, the file in which it says who they are. `cores`: on which core each of those stays, by name.
+    `members`: where it keeps others, the file in which it says who they are.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Unit(msgspec.Struct, frozen=True, kw_only=True):
     says: tuple[bytes, ...] = ()
     environment: Mapping[str, str] = {}
     members: Path | None = None
-    cores: Mapping[str, int] = {}
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,16 +111,6 @@ def part_of(member: str) -> Part:
     return "beside" if member in ("nats", "keeper") else "engine"
 
 
-def pin(unit: Unit) -> None:
-    """Put the members that have a core there, with all that they have started and all threads of it."""
-    found = members(unit.members) if unit.members is not None else []
-    for member in (member for member in found if member.name in unit.cores):
-        threads = (task for pid in family(member.pid) for task in Path(f"/proc/{pid}/task").iterdir())
-        for thread in threads:
-            with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(int(thread.name), {unit.cores[member.name]})
-
-
 def family(pid: int) -> list[int]:
     """A process and all that it has started."""
     try:
@@ -153,7 +141,6 @@ async def running(side: Side, logs: Path) -> AsyncIterator[Running]:
             with anyio.move_on_after(START_S):
                 for unit in stage:
                     await _until_ready(unit, processes[unit.name])
-                    pin(unit)
                 continue
             raise OperatorError(f"{stage[0].name} or one beside it is not ready after {START_S:g} s.", f"See {logs}.")
         yield Running(side, processes)

@@ -1,7 +1,7 @@
 """Where a run takes place, and the sides' common parts: a router, and Headrace as `headrace up` starts it."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -42,10 +42,8 @@ def router(site: Site, port: int, *options: str) -> Unit:
     return Unit(name="router", command=command, ready=f"{url(port)}/health", part="front")
 
 
-def headrace(
-    site: Site, prefill: int, decode: int, both: int, entries: str, cores: Mapping[str, int] | None = None
-) -> Side:
-    """`headrace up` with so many workers; `entries` are further tables of its configuration, `cores` for workers by name."""
+def headrace(site: Site, prefill: int, decode: int, both: int, entries: str) -> Side:
+    """`headrace up` with so many workers; `entries` are further tables of its configuration."""
     port, config = free_port(), site.folder / "headrace.toml"
     up = f"[up]\nprefill = {prefill}\ndecode = {decode}\nboth = {both}\nstate_dir = '{site.folder}'\n"
     config.write_text(f"{entries}{PORTS}[gateway]\nport = {port}\n[model]\nsource = '{site.model}'\n{up}")
@@ -57,6 +55,5 @@ def headrace(
         says=says,
         part="beside",
         members=site.folder / "last.json",
-        cores=cores or {},
     )
     return Side(stages=((unit,),), url=url(port))

@@ -169,10 +169,13 @@ class SimulatedEngine:
         max_tokens: int,
         delivered: Sequence[int] = (),
         echo: Echo = NO_ECHO,
+        here: bool = False,
         trace: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[Step, None]:
         """See `Engine`."""
         jobs = self._decode_jobs(key, token_ids, salt, chat, max_tokens, delivered)
+        for job in jobs:
+            job.here = here
         first = jobs[0].reply
         assert first is not None
         if first.over is not None:

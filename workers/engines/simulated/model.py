@@ -62,7 +62,7 @@ class Job(msgspec.Struct, kw_only=True):
     """What is asked: to read `token_ids` (u32), and with `reply` to go on from there for at most `tokens_max` tokens.
 
     It fails once `fails_after` tokens of the reply are out; a prefill, where this is set at all. `choice`: which of several
-    replies to one prompt it is.
+    replies to one prompt it is. `here`: nothing of it is loaded from the tier.
     """
 
     key: str
@@ -72,6 +72,7 @@ class Job(msgspec.Struct, kw_only=True):
     tokens_max: int = 1
     fails_after: int | None = None
     choice: int = 0
+    here: bool = False
 
 
 class _Sequence:
@@ -327,7 +328,8 @@ class EngineModel:
         if not self._pool.take(sequence.names[:resident], private):
             return False
         sequence.held, sequence.private = resident, private
-        sequence.stored = self._tier.match(self._chunks(sequence)) * self._shape.blocks_per_chunk
+        chunks = 0 if sequence.job.here else self._tier.match(self._chunks(sequence))
+        sequence.stored = chunks * self._shape.blocks_per_chunk
         sequence.computed = min(max(resident, sequence.stored) * block_size, tokens - 1)
         if sequence.stored > resident:
             sequence.ready_s = self._linked_s(sequence.stored - resident, at_s)
