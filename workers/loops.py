@@ -69,7 +69,7 @@ class Loops:
         self.prefill = PrefillWorker(*parts) if takes(built_for, "prefill") else None
         self.decode = DecodeWorker(*parts) if takes(built_for, "decode") else None
         if self.prefill is not None and self.decode is not None:
-            self.decode.beside = self._beside
+            self.decode.beside, self.prefill.decodes = self._beside, self.decode.presence
             self.prefill.slots.close()
             self.decode.ledger.close()
         self._loops: list[Loop] = [loop for loop in (self.prefill, self.decode) if loop is not None]

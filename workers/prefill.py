@@ -22,7 +22,7 @@ from pipeline.bus.puller import EXPIRES_S, LATE_S, Delivery, Puller
 from pipeline.bus.recorder import Recorder
 from pipeline.config import Config
 from pipeline.errors import EngineDead
-from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
+from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, LOOK_PERIOD_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence, verdict_decoder
@@ -34,6 +34,7 @@ from pipeline.protocol.stages import AT_WORKERS
 from pipeline.protocol.subjects import CLASSES, Shard
 from pipeline.telemetry import metrics
 from pipeline.telemetry.spans import spans_of
+from workers.bell import Bell
 from workers.conversations import Conversations
 from workers.engines.port import Engine
 from workers.identity import Identity
@@ -113,7 +114,10 @@ class PrefillWorker:
         self.recorder = Recorder(bus, config.telemetry, self._jobs.records)
         self._held: dict[str, Delivery] = {}
         self._stale_until_s = float("-inf")
-        self._heard_s = self._looked_s = self.clock()
+        self._heard_s = self._looked_s = self._look_by_s = self.clock()
+        self._look = Bell()
+        self.decodes: Callable[[], Presence] | None = None
+        """Of a worker for both: what its decode loop says of itself."""
         self._tasks: TaskGroup
 
     async def run(self) -> None:
@@ -135,7 +139,7 @@ class PrefillWorker:
             await self._puller.start()
             await self.bus.barrier()
             self.ready = True
-            self._tasks.start_soon(self._give_back_surplus)
+            self._tasks.start_soon(self._look_at_slots)
             await self._keep_ranks()
 
     async def pause(self) -> None:
@@ -233,8 +237,12 @@ class PrefillWorker:
     def decoders(self) -> list[Presence]:
         """Decode workers whose engine can load what ours computes; who has missed two presences only where nobody has not."""
         mine = self.engine.info.fingerprint
-        live = [peer for peer in self.presences.live("decode", self.clock()) if peer.fingerprint == mine]
+        live = [self._fresh(peer) for peer in self.presences.live("decode", self.clock()) if peer.fingerprint == mine]
         return [peer for peer in live if self.desk.silence_s(peer.id) <= ACCUSE_SILENT_S] or live
+
+    def _fresh(self, peer: Presence) -> Presence:
+        """What it said last; of our own worker, which may just have ended a request, what it would say now."""
+        return self.decodes() if self.decodes is not None and peer.id == self.me.id else peer
 
     # Deliveries and slots
 
@@ -261,6 +269,8 @@ class PrefillWorker:
 
     def _offer(self) -> None:
         self._pull(self.slots.offers(self.clock()))
+        if self.slots.look_by_s < self._look_by_s:
+            self._look.ring()
 
     def _pull(self, offers: list[Offer]) -> None:
         for offer in offers:
@@ -287,11 +297,13 @@ class PrefillWorker:
             self._start(self._held.pop(str(key)))
         self._offer()
 
-    async def _give_back_surplus(self) -> None:
+    async def _look_at_slots(self) -> None:
+        """When there is something to give back or to offer, and now and then for what is not foreseen."""
         self._heard_s = self.clock()
         while True:
-            self._looked_s = self.clock()
-            await anyio.sleep(SURPLUS_HOLD_S / 2)
+            now_s = self._looked_s = self.clock()
+            self._look_by_s = min(self.slots.look_by_s, now_s + LOOK_PERIOD_S)
+            await self._look.heard(self._look_by_s - now_s)
             await self._return_surplus()
             self._offer()
 

@@ -65,7 +65,8 @@ async def test_a_request_stays_in_one_engine_and_roles_change_while_it_serves(
     pids = colocated.pids
     for usage in await usages(colocated, "at-home", reference_replies):
         assert usage["prefill"] == usage["decode"]
-        assert usage["decode_cached_tokens"] == min(usage["prompt_tokens"] // CHUNK * CHUNK, usage["prompt_tokens"] - 1)
+        # Found in the engine's own cache, of which vLLM leaves the block in which a prompt ends: a token has to be computed.
+        assert usage["decode_cached_tokens"] == (usage["prompt_tokens"] - 1) // CHUNK * CHUNK
     assert "serving as prefill" in order(colocated, "role", "both-1", "prefill")
     assert "serving as decode" in order(colocated, "role", "both-2", "decode")
     for usage in await usages(colocated, "split", reference_replies):

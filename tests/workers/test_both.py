@@ -71,6 +71,16 @@ async def test_a_request_stays_at_home_where_there_is_room_and_leaves_where_ther
         sound(made)
 
 
+async def test_what_its_worker_has_just_ended_drives_no_request_away(broker: NatsServer) -> None:
+    """What it said of itself a moment ago counts the blocks of the last one, which are free by now."""
+    async with fleet(config(broker.url, kv_blocks=160), prefill=0, decode=0, both=2) as made:
+        for number in range(12):
+            long = [{"role": "user", "content": "Tell me about the sea. " * (10 + 40 * (number % 2))}]
+            end = (await made.ask(messages=long, max_tokens=40)).end
+            assert isinstance(end, Done)
+            assert end.usage.prefill == end.usage.decode
+
+
 async def test_prefills_have_their_own_share_of_the_blocks(broker: NatsServer) -> None:
     async with fleet(config(broker.url), prefill=0, decode=0, both=1) as made:
         ledger = made.decode("both-1").ledger
