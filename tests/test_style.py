@@ -15,6 +15,9 @@ GENERATED = {"headrace.egg-info", "build", "dist", "__pycache__"}
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 450
 
+WITHOUT_A_LOOP = {"workers/engines/connector.py"}
+"""Runs in vLLM's scheduler, a process without an event loop."""
+
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -49,7 +52,7 @@ def test_the_tree_has_the_agreed_shape() -> None:
 def test_nothing_blocks_the_event_loop_by_sleeping(path: Path) -> None:
     calls = [node.func for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
     blocking = [f"{path.name}:{call.lineno}" for call in calls if ast.unparse(call) == "time.sleep"]
-    assert not blocking
+    assert bool(blocking) == (name(path) in WITHOUT_A_LOOP)
 
 
 def test_the_readme_and_ci_run_the_same_command() -> None:

@@ -55,7 +55,10 @@ QUEUED_TOKENS_MAX: Final = 65_536
 
 
 class PrefillWorker:
-    """One engine's prefill loop: offers slots, and runs a job for each request that takes one."""
+    """One engine's prefill loop: offers slots, and runs a job for each request that takes one.
+
+    `decodes`: of a worker for both, what its decode loop would say of itself now.
+    """
 
     def __init__(
         self,
@@ -73,8 +76,7 @@ class PrefillWorker:
         self.slots = Slots(config.prefill.slots, config.classes.weights)
         self.slots.thresholds = _thresholds(config)
         self.queued_tokens = 0
-        self.ready = False
-        self.paused = False
+        self.ready = self.paused = False
         self.served = Served()
         self.warmth = Warmth(bus, engine, me, self.clock)
         self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, self._has_time, self._account)
@@ -117,7 +119,6 @@ class PrefillWorker:
         self._heard_s = self._looked_s = self._look_by_s = self.clock()
         self._look = Bell()
         self.decodes: Callable[[], Presence] | None = None
-        """Of a worker for both: what its decode loop says of itself."""
         self._tasks: TaskGroup
 
     async def run(self) -> None:

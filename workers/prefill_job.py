@@ -276,11 +276,10 @@ class PrefillJob(Job):
         )
         asked_s, had = self._clock(), False
         while True:
-            decoders = self.desk.decoders()
-            self.send(self.asking.tick(self._clock(), decoders, (outside.roll(), outside.roll())))
+            self.send(self.asking.tick(self._clock(), self.desk.decoders(), (outside.roll(), outside.roll())))
             if self.asking.impossible:
                 raise InvalidField(f"The request is too large: it {self.asking.impossible}.", param="max_tokens")
-            if self.desk.leaves() and self.asking.nowhere(decoders):
+            if self.desk.leaves() and self.asking.nowhere:
                 self.happen(Event.LEFT)  # it would wait here for a decode worker to come, and we hold up our own end
                 return
             has = self.asking.grant is not None

@@ -72,6 +72,8 @@ class Asking:
         self.klass = klass
         self.grant: Grant | None = None
         self.impossible: str | None = None
+        self.nowhere = False
+        """Nobody has been asked, and nobody is there who could be."""
         self._asked: dict[str, _Asked] = {}
         self._never: dict[str, str] = {}
         self._silent: set[str] = set()
@@ -91,6 +93,7 @@ class Asking:
             sends.append(self._ask(choice, now_s))
         elif live and not self._asked and len(self._never) >= len(live):
             self.impossible = next(iter(self._never.values()))
+        self.nowhere = self.grant is None and not self._asked and not any(presence.takes for presence in live)
         return sends
 
     def verdict(self, verdict: Verdict) -> list[Send]:
@@ -131,10 +134,6 @@ class Asking:
         self._silent.add(asked.decode)
         if self.grant is not None and self.grant.ask == ask:
             self.grant = None
-
-    def nowhere(self, live: Sequence[Presence]) -> bool:
-        """Whether nobody has been asked, and nobody is there who could be."""
-        return self.grant is None and not self._asked and not any(presence.takes for presence in live)
 
     def stop(self) -> list[Send]:
         """The request is over: no more asks. Returns what to give back."""

@@ -37,13 +37,11 @@ from pipeline.limits import (
     RESERVE_RATIO,
 )
 from pipeline.protocol.classes import BATCH, INTERACTIVE, WEIGHTS, Turns, Weights
+from pipeline.protocol.handed_over import HandedOver
 from pipeline.protocol.messages import Account, Ask, Verdict
 
 ENDED_REMEMBERED: Final = 1024
 """Consumed grants remembered after their release, so that a late repeat of the handoff is not taken for a new one."""
-
-RECONCILED_WITH: Final = 20
-"""Looks at the books that the engine's word may be old: 2 s at ten a second, longer than any step."""
 
 REPLIES_REMEMBERED: Final = 32
 """The last whole replies, whose times say how much time one needs."""
@@ -151,8 +149,7 @@ class Ledger:
         self._most = blocks
         self.open = True
         self.disagreements = 0
-        self._handed_over_now = self._handed_over_most = 0
-        self._handed_over: deque[int] = deque(maxlen=RECONCILED_WITH)
+        self._handed_over = HandedOver()
 
     @property
     def weights(self) -> Weights:
@@ -227,8 +224,7 @@ class Ledger:
         if entry is None or entry.state is GrantState.WAITING:
             return Consumption.NO_GRANT
         entry.state, entry.consumed_s = GrantState.CONSUMED, now_s
-        self._handed_over_now += entry.ask.blocks
-        self._handed_over_most = max(self._handed_over_most, self._handed_over_now)
+        self._handed_over.more(entry.ask.blocks)
         return Consumption.FRESH
 
     def release(self, ask_id: str, now_s: float, *, whole: bool) -> Verdicts:
@@ -236,7 +232,7 @@ class Ledger:
         entry = self._entries[ask_id]
         assert entry.state is GrantState.CONSUMED, entry
         self.totals.released += 1
-        self._handed_over_now -= entry.ask.blocks
+        self._handed_over.less(entry.ask.blocks)
         if whole:
             self._classes[entry.klass].replies_s.append(now_s - entry.consumed_s)
         self._drop(ask_id)
@@ -309,12 +305,9 @@ class Ledger:
     def reconcile(self, engine_blocks: int, beside: int = 0) -> bool:
         """Whether the engine uses no more than was handed over. Counts it where it does: then somebody goes past the ledger.
 
-        The engine speaks once a step, so its word is held against the most that was handed over since about then, also what
-        began and ended between two looks. `beside`: what prefills may hold in the same engine.
+        `beside`: what prefills may hold in the same engine.
         """
-        self._handed_over.append(self._handed_over_most + beside)
-        self._handed_over_most = self._handed_over_now
-        agrees = engine_blocks <= max(self._handed_over)
+        agrees = engine_blocks <= self._handed_over.most(beside)
         self.disagreements += not agrees
         return agrees
 
@@ -327,7 +320,7 @@ class Ledger:
         assert self.seats == taken, (self.seats, taken)
         assert 0 <= self.free <= self.blocks, self.free
         assert self.free + held == self.blocks, (self.free, held, self.blocks)
-        assert self._handed_over_now == self.blocks_in(GrantState.CONSUMED) <= self._handed_over_most
+        assert self._handed_over.now == self.blocks_in(GrantState.CONSUMED)
         assert self.count(GrantState.WAITING) == self.waiting() <= ASKS_WAITING_MAX
         for klass, one in self._classes.items():
             mine = [entry for entry in self._entries.values() if entry.klass == klass]

@@ -139,13 +139,16 @@ def test_who_has_refused_is_asked_after_all_others() -> None:
 
 def test_a_search_with_nobody_asked_and_nobody_to_ask_is_nowhere() -> None:
     search, leaving = asking(), [peer("a", ready=False)]
-    assert search.nowhere([])
-    assert search.nowhere(leaving)
-    assert not search.nowhere([peer("a")])
+    for nobody in ([], leaving):
+        search.tick(0.0, nobody, (0, 0))
+        assert search.nowhere
     [first] = search.tick(0.0, [peer("a")], (0, 0))
-    assert not search.nowhere(leaving), "it may still answer"
-    search.verdict(verdict(first, "granted"))
-    assert not search.nowhere([])
+    assert not search.nowhere
+    search.tick(0.0, leaving, (0, 0))
+    assert not search.nowhere, "it may still answer"
+    search.verdict(verdict(first, "refused"))
+    search.tick(0.0, leaving, (0, 0))
+    assert search.nowhere
 
 
 def test_a_worker_that_dies_takes_its_grant_with_it() -> None:

@@ -11,7 +11,6 @@ from pipeline.limits import ASK_SILENT_MAX_S, ASKS_WAITING_MAX
 from pipeline.protocol.classes import BATCH, INTERACTIVE, WEIGHTS, Weights
 from pipeline.protocol.credits import (
     ENDED_REMEMBERED,
-    RECONCILED_WITH,
     REPLIES_MEASURED_MIN,
     REPLIES_REMEMBERED,
     Consumption,
@@ -19,6 +18,7 @@ from pipeline.protocol.credits import (
     Ledger,
     Verdicts,
 )
+from pipeline.protocol.handed_over import LOOKS_REMEMBERED
 from pipeline.protocol.messages import Ask
 
 FAR_S = 1e12
@@ -261,7 +261,7 @@ def test_an_engine_whose_word_is_a_step_old_is_not_blamed() -> None:
     assert book.reconcile(10)
     book.release("a", 0.0, whole=True)
     assert book.reconcile(10)
-    assert not all(book.reconcile(10) for _ in range(RECONCILED_WITH))
+    assert not all(book.reconcile(10) for _ in range(LOOKS_REMEMBERED))
 
 
 def test_what_began_and_ended_between_two_looks_was_handed_over_all_the_same() -> None:
@@ -271,7 +271,7 @@ def test_what_began_and_ended_between_two_looks_was_handed_over_all_the_same() -
     book.consume("a", "e1", 0.0)
     book.release("a", 0.0, whole=False)
     assert book.reconcile(10), "the engine's last word is of the step before it ended"
-    assert not all(book.reconcile(10) for _ in range(RECONCILED_WITH))
+    assert not all(book.reconcile(10) for _ in range(LOOKS_REMEMBERED))
 
 
 def test_an_ask_past_its_deadline_is_dropped() -> None:
