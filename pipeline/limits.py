@@ -57,9 +57,6 @@ STARTS_TIMEOUT_S: Final = 1.0
 SURPLUS_HOLD_S: Final = 0.02
 """A message delivered beyond the free slots waits this long for one before it is given back."""
 
-LOOK_PERIOD_S: Final = 0.05
-"""A prefill worker looks at its slots this often, where nothing is due sooner: each look costs a tenth of a millisecond."""
-
 BACKLOG_UNSERVED_S: Final = 0.02
 """A pull on a shard with backlog is served within a round trip. One that is not, after this long, shows that others took it."""
 
@@ -149,9 +146,6 @@ WARM_CREATORS_MAX: Final = 1024
 
 WARM_TELL_PERIOD_S: Final = 0.05
 """Who has become warm or cold is said this often: an eviction costs one message for all creators that it hit."""
-
-WARM_IDLE_PERIOD_S: Final = 0.2
-"""Where its engine says nothing, a worker still looks this often who is warm: prompts that are read change that, too."""
 
 WARM_SNAPSHOT_PERIOD_S: Final = 5.0
 """All warm creators are said this often, asked or not. The digest in presence finds a wrong view 25 times as fast."""

@@ -22,7 +22,7 @@ from pipeline.bus.puller import EXPIRES_S, LATE_S, Delivery, Puller
 from pipeline.bus.recorder import Recorder
 from pipeline.config import Config
 from pipeline.errors import EngineDead
-from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, LOOK_PERIOD_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
+from pipeline.limits import ACCUSE_SILENT_S, LEASE_SILENT_MAX_S, PRESENCE_PERIOD_S, SURPLUS_HOLD_S
 from pipeline.protocol import placement, subjects
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence, verdict_decoder
@@ -34,7 +34,6 @@ from pipeline.protocol.stages import AT_WORKERS
 from pipeline.protocol.subjects import CLASSES, Shard
 from pipeline.telemetry import metrics
 from pipeline.telemetry.spans import spans_of
-from workers.bell import Bell
 from workers.conversations import Conversations
 from workers.engines.port import Engine
 from workers.identity import Identity
@@ -116,8 +115,7 @@ class PrefillWorker:
         self.recorder = Recorder(bus, config.telemetry, self._jobs.records)
         self._held: dict[str, Delivery] = {}
         self._stale_until_s = float("-inf")
-        self._heard_s = self._looked_s = self._look_by_s = self.clock()
-        self._look = Bell()
+        self._heard_s = self._looked_s = self.clock()
         self.decodes: Callable[[], Presence] | None = None
         self._tasks: TaskGroup
 
@@ -140,7 +138,7 @@ class PrefillWorker:
             await self._puller.start()
             await self.bus.barrier()
             self.ready = True
-            self._tasks.start_soon(self._look_at_slots)
+            self._tasks.start_soon(self._give_back_surplus)
             await self._keep_ranks()
 
     async def pause(self) -> None:
@@ -270,8 +268,6 @@ class PrefillWorker:
 
     def _offer(self) -> None:
         self._pull(self.slots.offers(self.clock()))
-        if self.slots.look_by_s < self._look_by_s:
-            self._look.ring()
 
     def _pull(self, offers: list[Offer]) -> None:
         for offer in offers:
@@ -298,13 +294,11 @@ class PrefillWorker:
             self._start(self._held.pop(str(key)))
         self._offer()
 
-    async def _look_at_slots(self) -> None:
-        """When there is something to give back or to offer, and now and then for what is not foreseen."""
+    async def _give_back_surplus(self) -> None:
         self._heard_s = self.clock()
         while True:
-            now_s = self._looked_s = self.clock()
-            self._look_by_s = min(self.slots.look_by_s, now_s + LOOK_PERIOD_S)
-            await self._look.heard(self._look_by_s - now_s)
+            self._looked_s = self.clock()
+            await anyio.sleep(SURPLUS_HOLD_S / 2)
             await self._return_surplus()
             self._offer()
 

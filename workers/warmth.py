@@ -16,21 +16,13 @@ import msgspec
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.errors import EngineFailed
-from pipeline.limits import (
-    CACHE_CHECK_PERIOD_S,
-    CACHE_GAP_PATIENCE_S,
-    WARM_IDLE_PERIOD_S,
-    WARM_SNAPSHOT_PERIOD_S,
-    WARM_SNAPSHOT_SPARE_S,
-    WARM_TELL_PERIOD_S,
-)
+from pipeline.limits import WARM_SNAPSHOT_PERIOD_S, WARM_SNAPSHOT_SPARE_S, WARM_TELL_PERIOD_S
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import encode
 from pipeline.protocol.prefixes import Prefixes
 from pipeline.protocol.warm_view import Teller
 from pipeline.protocol.warmth import Index
 from pipeline.telemetry import logs, metrics
-from workers.bell import Bell
 from workers.engines.port import CacheEvents, Engine, Prefilled
 from workers.identity import Identity
 
@@ -66,7 +58,6 @@ class Warmth:
         self._all_said_s = clock()
         self._asked = False
         self._gaps = self._resyncs = 0
-        self._news, self._gap = Bell(), Bell()
 
     async def listen(self) -> None:
         """Answer gateways from now on."""
@@ -95,14 +86,10 @@ class Warmth:
                 await anyio.sleep(UNREADABLE_PAUSE_S)
                 continue
             self.index.heard(batch, self._clock())
-            self._news.ring()
-            if self.index.gap:
-                self._gap.ring()
 
     async def _repair(self, events: CacheEvents) -> None:
         while True:
-            if await self._gap.heard(CACHE_CHECK_PERIOD_S / 4):
-                await anyio.sleep(CACHE_GAP_PATIENCE_S)
+            await anyio.sleep(WARM_TELL_PERIOD_S / 2)
             start = self.index.wanted(self._clock())
             if start is None:
                 continue
@@ -112,11 +99,10 @@ class Warmth:
                 log.warning("cache_events_not_repeated", error=str(error))
                 continue
             self.index.replayed(batches, self._clock())
-            self._news.ring()
 
     async def _tell(self) -> None:
         while True:
-            await self._news.heard(WARM_IDLE_PERIOD_S)
+            await anyio.sleep(WARM_TELL_PERIOD_S)
             change = self.teller.change(self.index.warm)
             if change is not None:
                 where = subjects.cache_evicted if change.lost else subjects.cache_warm
@@ -125,15 +111,11 @@ class Warmth:
             if since_s > (WARM_SNAPSHOT_SPARE_S if self._asked else WARM_SNAPSHOT_PERIOD_S):
                 self._all_said_s, self._asked = self._clock(), False
                 self._post(subjects.cache_warm(self._me.id), encode(self.teller.all()))
-            if self._asked:
-                self._news.ring()  # too soon after the last time
             self._measure()
-            await anyio.sleep(WARM_TELL_PERIOD_S)  # what comes meanwhile is told together
 
     def _ask(self, _: Message) -> None:
         """A gateway wants to know all: it is said to all of them, soon, once."""
         self._asked = True
-        self._news.ring()
 
     def _post(self, subject: str, data: bytes) -> None:
         """Lost without a connection: the digest in our presence shows it."""

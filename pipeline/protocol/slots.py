@@ -28,7 +28,7 @@ state puts it, and only lanes that lack a pull are ever looked at:
 import heapq
 from collections.abc import Hashable, Mapping
 from itertools import chain, islice
-from math import ceil, inf
+from math import ceil
 from typing import Final
 
 import msgspec
@@ -308,13 +308,6 @@ class Slots:
             lane.backlog += 1
             self._lay(lane)
         return late
-
-    @property
-    def look_by_s(self) -> float:
-        """When `surplus` or `offers` will have something to say though nothing happens until then. Infinite: never."""
-        held_s = min((until_s for _, until_s in self._held.values()), default=inf)
-        takes = self.open and self.busy < self.capacity
-        return min(held_s, self._watched[0][0] if takes and self._watched else inf)
 
     def close(self, *, lingers: bool = False) -> None:
         """Offer nothing any more. `lingers`: pulls stand at the broker still, and what they bring is not sent back."""

@@ -116,11 +116,6 @@ class Index:
     # ------------------------------------------------------------------------------------------------------
     # The stream
 
-    @property
-    def gap(self) -> bool:
-        """Whether something is missing that will have to be repeated."""
-        return self._gap_s is not None
-
     def heard(self, batch: Batch, now_s: float) -> None:
         """A batch has come, in whatever order."""
         self._apply(self._order.take(batch.number, batch), now_s)

@@ -686,17 +686,3 @@ class FleetMachine(RuleBasedStateMachine):
 
 TestFleet = FleetMachine.TestCase
 TestFleet.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_worker_looks_at_its_slots_when_something_is_due() -> None:
-    made = slots(2)
-    assert made.look_by_s == float("inf")
-    assert made.delivered("a", OWN, backlog=1, now_s=1.0)
-    made.offers(1.0)
-    assert made.look_by_s == pytest.approx(1.0 + BACKLOG_UNSERVED_S), (
-        "a pull on a backlog is served by then, or there is none"
-    )
-    assert made.delivered("b", OWN, backlog=1, now_s=1.0)
-    assert made.look_by_s == float("inf"), "with all slots taken nothing is offered"
-    assert not made.delivered("c", OWN, backlog=0, now_s=1.5)
-    assert made.look_by_s == pytest.approx(1.5 + SURPLUS_HOLD_S)
