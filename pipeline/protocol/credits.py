@@ -307,7 +307,7 @@ class Ledger:
 
         `beside`: what prefills may hold in the same engine.
         """
-        agrees = engine_blocks <= self._handed_over.most(beside)
+        agrees = engine_blocks <= self._handed_over.look(beside)
         self.disagreements += not agrees
         return agrees
 

@@ -28,7 +28,7 @@ class HandedOver:
         """One holds none any more."""
         self.now -= blocks
 
-    def most(self, beside: int) -> int:
+    def look(self, beside: int) -> int:
         """A look: the most at any time that the engine may speak of. `beside`: what others hold there."""
         self._looks.append(self._most + beside)
         self._most = self.now
