@@ -230,8 +230,9 @@ LOOP_SILENT_MAX_S: Final = 5.0
 """A loop that has not turned for this long is taken for dead, and its leases lapse. No work of ours blocks it for a second."""
 
 EXPIRED_AFTER_S: Final = 10.0
-"""From a request's deadline until the DLQ keeper takes it for dead. A worker tells the end for 5 s and keeps its lease for
-`LEASE_SPARE_S` and one `ack_wait` more; and it is well under the 30 s between the longest deadline and a stream's `max_age`."""
+"""From a request's deadline until the DLQ keeper takes it for dead, and whoever waits for its conversation, too. A worker tells
+the end for 5 s and keeps its lease for `LEASE_SPARE_S` and one `ack_wait` more; and it is well under the 30 s between the longest
+deadline and a stream's `max_age`."""
 
 SCAN_PERIOD_S: Final = 2.0
 """Between two scans of a REQUESTS stream for what has aged out."""

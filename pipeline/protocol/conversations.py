@@ -3,7 +3,7 @@
 The slot of a conversation is a key of the KV bucket `conversations`, changed only by compare-and-set. What a worker may do with
 it is decided here:
 
-    enter    it is free, or past its holder's deadline, or held by this very request (which has been delivered again): it is ours.
+    enter    it is free, or its holder is dead, or held by this very request (which has been delivered again): it is ours.
              Else wait: the request takes its place in the line, and its message is given back for a while
     pin      what the prompt is made of: the persona's version, the last turn, the last correction. Whoever enters again for the
              same request renders the same prompt
@@ -11,8 +11,9 @@ it is decided here:
     leave    the exchange is written down, or there is none. Where others wait, the slot is reserved for the first of them
     over     the request is acked by a delivery that has never entered: one before it may have died with the slot
 
-**Nothing is held for longer than a deadline**: a slot ends with its request's, a reservation after the longest wait. `by` names
-one delivery's worker: what an earlier one still says is refused.
+**Nothing is held for ever**: a slot ends `EXPIRED_AFTER_S` after its request's deadline, a reservation after the longest wait. At
+the deadline itself the reply may have become whole by the clock of its worker, which is not everybody's, and be on its way.
+`by` names one delivery's worker: what an earlier one still says is refused.
 
 The line is in order of publication, so a message does not overtake one that has been seen waiting before it.
 """
@@ -27,6 +28,7 @@ from pipeline.limits import (
     CONVERSATION_RESERVED_S,
     CONVERSATION_WAIT_MAX_S,
     CONVERSATION_WAIT_S,
+    EXPIRED_AFTER_S,
 )
 
 BUCKET: Final = "conversations"
@@ -78,9 +80,14 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     line: tuple[Ticket, ...] = ()
 
     @property
+    def open_s(self) -> float:
+        """From when on anybody may have it."""
+        return self.until_s + (EXPIRED_AFTER_S if self.holder else 0.0)
+
+    @property
     def ends_s(self) -> float:
         """When nobody has anything to do with it any more."""
-        return max([self.until_s, *(ticket.until_s for ticket in self.line)])
+        return max([self.open_s, *(ticket.until_s for ticket in self.line)])
 
 
 def enter(slot: Slot | None, me: Ticket, by: str, now_s: float) -> Slot:
@@ -91,7 +98,7 @@ def enter(slot: Slot | None, me: Ticket, by: str, now_s: float) -> Slot:
         return msgspec.structs.replace(slot, by=by)
     line = tuple(ticket for ticket in slot.line if ticket.until_s > now_s and ticket.origin != me.origin)
     first = min((*line, me))
-    if slot.until_s <= now_s or (not slot.holder and first is me):
+    if slot.open_s <= now_s or (not slot.holder and first is me):
         return Slot(holder=me.origin, by=by, until_s=me.until_s, line=line)
     # Who comes to a line that is full waits outside it, and may be overtaken.
     waiting = tuple(sorted((*line, me))) if len(line) < CONVERSATION_LINE_MAX else line

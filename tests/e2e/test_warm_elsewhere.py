@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.anyio]
 
 CHUNK = 32
 PERSONA_TOKENS = 300
+CREATORS = ("grace", "joan", "radia")
+"""Where a worker is silent for so long that its request is delivered again, that one finds what the first has stored."""
 
 
 @pytest.fixture
@@ -36,7 +38,10 @@ def chunks_of(tokens: int) -> int:
 async def test_a_worker_that_has_never_seen_a_creator_loads_its_persona_from_lmcache(running: Running) -> None:
     async with await Bus.connect(running.nats, "test") as bus:
         stand = Stand(running.gateway, bus, Requests().shards, PERSONA_TOKENS)
-        cold, hbm, lmcache = await stand.measure("grace")
+        for creator in CREATORS:
+            cold, hbm, lmcache = await stand.measure(creator)
+            if cold.cached_tokens < CHUNK:
+                break
     assert cold.cached_tokens < CHUNK
     assert hbm.worker == cold.worker != lmcache.worker
     assert min(hbm.cached_tokens, lmcache.cached_tokens) >= chunks_of(PERSONA_TOKENS)

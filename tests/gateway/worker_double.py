@@ -180,13 +180,19 @@ class WorkerDouble:
 
     def __init__(self, bus: Bus) -> None:
         self.script: Script | None = None
-        self.seen = 0
+        self.requests: set[str] = set()
+        self.deliveries = 0
         self.silent = False
         self.cancels: asyncio.Queue[str] = asyncio.Queue()
         self.notices: asyncio.Queue[Notice] = asyncio.Queue()
         self._bus = bus
         self._taken: asyncio.Queue[Job] = asyncio.Queue()
         self._jobs: asyncio.Queue[Job] = asyncio.Queue()
+
+    @property
+    def seen(self) -> int:
+        """The requests that have come, however often each: whom the gateway takes for silent, it has delivered again."""
+        return len(self.requests)
 
     async def next_job(self) -> Job:
         """The next request that nobody has taken."""
@@ -221,7 +227,7 @@ class WorkerDouble:
     async def forget_all(self) -> None:
         """As between two tests: nothing is queued, nothing is scripted, nothing is remembered."""
         self.script = None
-        self.seen = 0
+        self.requests.clear()
         await self._api(f"STREAM.PURGE.{STREAM}", {})
         for queue in (self.cancels, self.notices, self._jobs):
             while not queue.empty():
@@ -267,8 +273,10 @@ class WorkerDouble:
                 self._jobs.put_nowait(job)
 
     def _on_request(self, message: Message) -> None:
-        self.seen += 1
-        self._taken.put_nowait(Job(self._bus, message, f"claim-{self.seen}"))
+        self.deliveries += 1
+        job = Job(self._bus, message, f"claim-{self.deliveries}")
+        self.requests.add(job.id)
+        self._taken.put_nowait(job)
 
     def _on_cancel(self, message: Message) -> None:
         self.cancels.put_nowait(_cancel_decoder.decode(message.data).request)

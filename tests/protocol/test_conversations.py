@@ -1,4 +1,4 @@
-"""Who works on a conversation: one at a time, in order, for no longer than a deadline, however often it is delivered."""
+"""Who works on a conversation: one at a time, in order, for no longer than what can come of it, however often it is delivered."""
 
 import msgspec
 import pytest
@@ -6,7 +6,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pipeline.limits import CONVERSATION_LINE_MAX, CONVERSATION_RESERVED_S, CONVERSATION_WAIT_MAX_S, DELIVERIES_MAX
+from pipeline.limits import (
+    CONVERSATION_LINE_MAX,
+    CONVERSATION_RESERVED_S,
+    CONVERSATION_WAIT_MAX_S,
+    DELIVERIES_MAX,
+    EXPIRED_AFTER_S,
+)
 from pipeline.protocol import conversations
 from pipeline.protocol.conversations import Pins, Slot, Ticket, enter, holds, leave, over, wait_s
 
@@ -51,11 +57,23 @@ def test_a_reservation_ends_where_the_first_does_not_come() -> None:
     assert holds(enter(slot, THREE, "c", 5.0 + CONVERSATION_RESERVED_S), "R-3", "c")
 
 
-def test_nobody_holds_a_conversation_beyond_the_deadline() -> None:
+def test_nobody_holds_a_conversation_once_all_that_follows_its_deadline_is_over() -> None:
     slot = enter(enter(None, ticket(1, until_s=10.0), "a", 1.0), THREE, "c", 1.0)
-    entered = enter(slot, TWO, "b", 10.0)
+    assert slot.ends_s == 60.0
+    assert not holds(enter(slot, TWO, "b", 10.0 + EXPIRED_AFTER_S - 0.1), "R-2", "b")
+    entered = enter(slot, TWO, "b", 10.0 + EXPIRED_AFTER_S)
     assert holds(entered, "R-2", "b")
     assert entered.line == (THREE,)
+
+
+def test_a_reply_that_has_become_whole_at_the_deadline_is_written_down_before_the_next_one_enters() -> None:
+    """Found by seed 1892: the next one's worker, whose clock was ahead, entered without it."""
+    slot = enter(None, ticket(1, until_s=10.0), "a", 1.0)
+    slot = enter(slot, TWO, "b", 10.1)
+    assert holds(slot, "R-1", "a"), "it is 9.9 to its own worker"
+    assert holds(enter(leave(slot, "R-1", "a", 9.95), TWO, "b", 10.2), "R-2", "b"), (
+        "and now it has read the turn of R-1"
+    )
 
 
 def test_who_leaves_alone_leaves_nothing() -> None:
@@ -126,8 +144,9 @@ class OneAtATime(RuleBasedStateMachine):
         by = str(self.deliveries)
         self.slot = enter(self.slot, me, by, self.now_s)
         if holds(self.slot, me.origin, by):
-            self.inside = {origin: who for origin, who in self.inside.items() if int(origin[2:]) * 10.0 > self.now_s}
-            assert set(self.inside) <= {me.origin}, "nobody else is inside whose time is not over"
+            gone = [origin for origin in self.inside if int(origin[2:]) * 10.0 + EXPIRED_AFTER_S <= self.now_s]
+            self.inside = {origin: who for origin, who in self.inside.items() if origin not in gone}
+            assert set(self.inside) <= {me.origin}, "nobody else is inside who may still be telling its end"
             self.inside[me.origin] = by
         else:
             assert me.origin not in self.inside

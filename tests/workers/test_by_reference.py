@@ -12,6 +12,7 @@ from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.kv import Bucket
 from pipeline.config import Config, Conversations
+from pipeline.limits import EXPIRED_AFTER_S
 from pipeline.protocol import conversations as slots
 from pipeline.protocol import personas, subjects
 from pipeline.protocol.arrangement import Role
@@ -244,11 +245,25 @@ async def test_a_reply_that_is_continued_elsewhere_is_kept_whole_and_once(broker
         assert len(reply.ids) == 40
 
 
+async def until_seen(made: Fleet, callers: list[Caller]) -> None:
+    """Return when all of these have come to their conversation."""
+    with anyio.fail_after(5.0):
+        while True:
+            slot = await slot_of(made.bus)
+            inside = (len(slot.line) + bool(slot.holder)) if slot else 0
+            if inside + sum(caller.ended for caller in callers) >= len(callers):
+                return
+            await anyio.sleep(0.005)
+
+
 async def test_messages_of_one_conversation_see_all_earlier_replies(broker: NatsServer) -> None:
     config = config_for(broker.url, slots=1, step_s=0.01)
     async with fleet(config, prefill=2, engine=Watched) as made:
         await put(made.bus)
-        callers = [await publish(made, f"r{number}", f"Message {number}.") for number in range(4)]
+        callers = list[Caller]()
+        for number in range(4):  # of two that nobody has seen yet either may enter
+            callers.append(await publish(made, f"r{number}", f"Message {number}."))
+            await until_seen(made, callers)
         with anyio.fail_after(20.0):
             replies = [await caller.reply() for caller in callers]
         await at_rest(made)
@@ -283,10 +298,12 @@ async def test_of_an_editors_words_the_newest_counts(broker: NatsServer) -> None
         assert prompts(made)[1][2] == assistant("Short.")
 
 
-async def test_a_conversation_is_never_held_beyond_its_holders_deadline(broker: NatsServer) -> None:
+async def test_a_conversation_is_not_held_by_who_has_died_once_nothing_of_it_can_come_any_more(
+    broker: NatsServer,
+) -> None:
     async with fleet(config_for(broker.url), engine=Watched) as made:
         await put(made.bus)
-        ghost = Slot(holder="REQUESTS_interactive-9-1.000", by="x", until_s=outside.unix_s() + 0.6)
+        ghost = Slot(holder="REQUESTS_interactive-9-1.000", by="x", until_s=outside.unix_s() - EXPIRED_AFTER_S + 0.6)
         assert await conversations.Conversations(made.bus)._write("ada.c1", ghost, 0)
         began_s = outside.monotonic_s()
         assert isinstance((await say(made, "Hello!")).end, Done)
