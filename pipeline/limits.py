@@ -223,6 +223,9 @@ DRAIN_S: Final = 20.0
 LEASE_SPARE_S: Final = 2.0
 """A lease is kept this long beyond the time in which a request's end is told, for its ack. Then its holder is stuck."""
 
+HOME_ANSWERS_S: Final = 0.02
+"""A worker for both waits so long for its own word on whether a reply stays: an ask and its answer take 1 to 2 ms."""
+
 LOOP_BEAT_S: Final = 0.25
 """A worker's loop says this often, to the thread that keeps its leases, that it turns."""
 

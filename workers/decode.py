@@ -82,6 +82,8 @@ class DecodeWorker:
         self.paused = False
         self.beside: Callable[[], int] = lambda: 0
         """Blocks that others than replies may hold in this engine."""
+        self.read: Callable[[str, int | None], None] = lambda _ask, _cached: None
+        """See `Desk`."""
         self.ledger = Ledger(
             me.id,
             me.epoch,
@@ -100,6 +102,7 @@ class DecodeWorker:
             starts=starts,
             conversations=Conversations(bus),
             publish=self._publish,
+            read=self._read,
             spans=self.spans,
             clock=self.clock,
         )
@@ -224,7 +227,11 @@ class DecodeWorker:
     def _start(self, handoff: Handoff, answer_at: str) -> None:
         self._jobs.start(handoff.ask, DecodeJob(self.desk, handoff, answer_at), self._tasks)
 
+    def _read(self, ask: str, cached_tokens: int | None) -> None:
+        self.read(ask, cached_tokens)
+
     def _ended(self, job: DecodeJob) -> None:
+        self.read(job.handoff.ask, None)
         record = job.record
         if not job.accepted:
             self._refused.add(job.handoff.ask)

@@ -52,7 +52,10 @@ TOO_LARGE: Final = (
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
-    """What every decode job of a worker shares. `publish` sends the ledger's verdicts."""
+    """What every decode job of a worker shares. `publish` sends the ledger's verdicts.
+
+    `read` is told when the engine has read the prompt of a grant, and how many tokens of it were cached; None: it will not.
+    """
 
     bus: Bus
     engine: Engine
@@ -63,6 +66,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     starts: Starts
     conversations: Conversations
     publish: Callable[[Verdicts], None]
+    read: Callable[[str, int | None], None]
     spans: Spans
     clock: Callable[[], float]
 
@@ -189,14 +193,18 @@ class DecodeJob(Job):
         self._hold()
         if self._message.delivered > 1:
             self._counted = True
-            # A start that is not counted, rather than a reply that fails.
-            with contextlib.suppress(BusError, CapacityError):
-                await self.desk.starts.write(self._message)
+            if not self.handoff.reads:  # else its prompt is still to be read, as its record says
+                await self._write_start()
         if not (self.holding.arbitrated or self.holding.kept):
             # Nobody asks again for what a broken connection loses, so there the reply would go on with a hole.
             self._stop_watching = self.desk.bus.on_disconnect(lambda: self.happen(Event.DOUBT))
         self.accepted = True
         await self.answer(HandoffAnswer(state="accepted"))
+
+    async def _write_start(self) -> None:
+        """A start that is not counted, rather than a reply that fails."""
+        with contextlib.suppress(BusError, CapacityError):
+            await self.desk.starts.write(self._message)
 
     async def _refuse(self) -> None:
         match self._refused_for:
@@ -220,18 +228,20 @@ class DecodeJob(Job):
             handoff.max_tokens,
             self._delivered,
             handoff.echo,
-            here=handoff.prefill == self.desk.me.id,
+            here=handoff.prefill == self.desk.me.id and not handoff.reads,
             trace=self.span.context,
         )
         async with aclosing(steps):
             async for step in steps:
-                if began_s:
+                first = self.times.first_s is None
+                if first:
                     self._began(began_s, step, len(prompt))
-                    began_s = 0.0
                 metrics.DECODE_TOKENS.inc(len(step.token_ids))
                 new = (list(step.token_ids), step.text, step.choice, step.logprobs, step.message)
                 if frame := self.outbox.add(*new):
                     self._send(frame)
+                if first and self._counted and handoff.reads:
+                    await self._write_start()
                 if step.finish_reason is not None:
                     self.outbox.end(step.choice, step.finish_reason, step.stop_reason)
                 if step.reasoning_tokens is not None:
@@ -246,6 +256,7 @@ class DecodeJob(Job):
             self.outbox.prompt = self.handoff.ids if wants_prompt_ids(self.handoff.chat) else b""
         self._cached_tokens = min(step.cached_tokens, prompt_tokens)
         self.times.first_s, self.times.load_s = self._clock(), step.load_s
+        self.desk.read(self.handoff.ask, self._cached_tokens)
         metrics.FIRST_STEP_SECONDS.observe(self.times.first_s - began_s)
         metrics.DECODE_LOADED_TOKENS.inc(step.cached_tokens)
         metrics.DECODE_RECOMPUTED_TOKENS.inc(prompt_tokens + len(self._delivered) - step.cached_tokens)
@@ -295,16 +306,17 @@ class DecodeJob(Job):
     def _end(self) -> Done | Failed:
         if not self._generated:
             return Failed(1, self.handoff.request, self.holding.claim, self.outbox.length, self.error.body())
+        # Where no prefill engine has seen the prompt, what was not computed is what we have found.
+        cached_tokens = self._cached_tokens if self.handoff.direct else self.handoff.cached_tokens
         usage = Usage(
             prompt_tokens=len(self.handoff.ids) // 4,
             completion_tokens=self.outbox.length,
-            # Where no prefill engine has seen the prompt, what was not computed is what we have found.
-            cached_tokens=self._cached_tokens if self.handoff.direct else self.handoff.cached_tokens,
+            cached_tokens=cached_tokens,
             decode_cached_tokens=self._cached_tokens,
             prefill_generated_tokens=self.handoff.prefill_generated_tokens,
             prefill=self.handoff.prefill,
             decode=self.desk.me.id,
-            hbm_tokens=self.handoff.hbm_tokens,
+            hbm_tokens=min(self.handoff.hbm_tokens, cached_tokens),
             reasoning_tokens=self._reasoning_tokens,
         )
         return self.outbox.done(usage)

@@ -70,6 +70,7 @@ class Loops:
         self.decode = DecodeWorker(*parts) if takes(built_for, "decode") else None
         if self.prefill is not None and self.decode is not None:
             self.decode.beside, self.prefill.decodes = self._beside, self.decode.presence
+            self.decode.read = self.prefill.has_read
             self.prefill.slots.close()
             self.decode.ledger.close()
         self._loops: list[Loop] = [loop for loop in (self.prefill, self.decode) if loop is not None]

@@ -42,6 +42,7 @@ from workers.personas import Personas, PersonaWarmer
 from workers.pool import Pool
 from workers.prefill_desk import Desk
 from workers.prefill_job import PrefillJob
+from workers.reading import Reading
 from workers.referred import Shelf
 from workers.served import Served
 from workers.starts import Starts
@@ -113,6 +114,7 @@ class PrefillWorker:
         self._puller = Puller(bus, self._delivered, self._pull_ended)
         self._jobs: Pool[PrefillJob] = Pool(bus, presences, ("prefill", me.id), self._ended)
         self.recorder = Recorder(bus, config.telemetry, self._jobs.records)
+        self.reading = Reading(self.desk.visits, self.weigh, self._served)
         self._held: dict[str, Delivery] = {}
         self._stale_until_s = float("-inf")
         self._heard_s = self._looked_s = self.clock()
@@ -283,11 +285,30 @@ class PrefillWorker:
         record = job.record
         self.recorder.ended(record, job.span, AT_WORKERS, loud=job.ended_by is not Event.ACCEPTED)
         metrics.PREFILLS.labels(outcome=record.outcome).inc()
-        if job.ended_by is Event.ACCEPTED and job.prefilled is not None:
-            shard = job.stored.shard
-            self.served.count(shard, job.prefilled, job.prompt_tokens, owned=self._ranks.get(shard) == 0)
         if isinstance(job.error, EngineDead):
             self.slots.close()  # until the health check ends this process: what came here would only come back
+        if job.ended_by is not Event.ACCEPTED or job.prefilled is None:
+            self._free(job)
+        elif job.reading is None:
+            self._served(job)
+        else:
+            self.reading.hold(job.reading, job)
+
+    def has_read(self, ask: str, cached_tokens: int | None) -> None:
+        """The decode loop beside us has read the prompt of this grant, or will not. It may say so before it is done with here."""
+        job = self._jobs.get(ask.rpartition(".")[0])
+        if job is not None and job.reading == ask:
+            job.has_read(cached_tokens)
+        else:
+            self.reading.end(ask, cached_tokens)
+
+    def _served(self, job: PrefillJob) -> None:
+        assert job.prefilled is not None
+        shard = job.stored.shard
+        self.served.count(shard, job.prefilled, job.prompt_tokens, owned=self._ranks.get(shard) == 0)
+        self._free(job)
+
+    def _free(self, job: PrefillJob) -> None:
         self._weigh()
         key = self.slots.finished(job.stored.shard.klass)
         if key is not None:

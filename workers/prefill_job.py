@@ -9,20 +9,19 @@ import anyio
 import msgspec
 
 from pipeline import outside
-from pipeline.bus.errors import BusError, NoResponders, Unanswered
+from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery
 from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, PromptTooLong, RequestError
 from pipeline.limits import (
-    ACCUSE_SILENT_S,
     CLAIM_PATIENCE_S,
-    HANDOFF_PATIENCE_S,
+    HOME_ANSWERS_S,
     LEASE_SPARE_S,
-    REPEAT_PERIOD_S,
     SECOND_ASK_AFTER_S,
 )
 from pipeline.protocol import dead_letters, intake, subjects, tracing
 from pipeline.protocol.asking import Asking, Grant, Send
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
+from pipeline.protocol.classes import BATCH
 from pipeline.protocol.completions import check_prompt_entries, prompt_logprobs
 from pipeline.protocol.conversations import wait_s
 from pipeline.protocol.intake import Intake
@@ -31,10 +30,8 @@ from pipeline.protocol.messages import (
     Failed,
     Go,
     Handoff,
-    HandoffAnswer,
     Verdict,
     encode,
-    handoff_answer_decoder,
     pack_ids,
     unpack_ids,
 )
@@ -51,12 +48,11 @@ from workers.engines.port import Prefilled
 from workers.holding import EVENT_OF, Holding
 from workers.identity import new_claim
 from workers.jobs import TELLING_GRACE_S, Job
+from workers.offering import AWAY, offered
 from workers.prefill_desk import Desk
 from workers.referred import Referred
-from workers.warmth import count_sources
-
-_AWAY: Final = HandoffAnswer(state="refused")
-"""Nobody listens there: the handoff has reached no one."""
+from workers.suspicion import Start
+from workers.warmth import count_tokens
 
 _REFUSALS: Final = {"gone": Event.GONE, "fenced": Event.FENCED}
 
@@ -86,13 +82,16 @@ class PrefillJob(Job):
         )
         self.state = Prefill()
         self.asking: Asking | None = None
-        self._verdict_came = Bell()
+        self._verdict_came, self._home_answered = Bell(), Bell()
+        self.reading: str | None = None
+        """The grant under which the decode loop beside us takes it over, to read its prompt."""
         self._ids: list[int] = []
         self._echo = ""
         self._delivered: list[int] = []
         self._max_tokens = self._weight = 0
         self.prefilled: Prefilled | None = None
-        self._counted = self._suspect = self._unkept = self._told_error = False
+        self._counting = Start(desk, self.ack)
+        self._unkept = self._told_error = self._reads = False
         self._handed: AtPrefill | None = None
         self.span = desk.spans.begin(tracing.context_of(delivery.headers))
         super().__init__(self._deadline_s(), desk.clock)
@@ -178,10 +177,7 @@ class PrefillJob(Job):
         finally:
             self.desk.leases.let_go(self._lease)
             self.desk.weigh(-self._weight)
-            if self._suspect:
-                self.desk.suspects.release()
-            if self._counted:
-                await self.desk.starts.take_back_shielded(self.ack)
+            await self._counting.end()
 
     def resend(self, index: int) -> None:
         """No tokens are sent from here, so none can be missing."""
@@ -191,7 +187,22 @@ class PrefillJob(Job):
         assert self.asking is not None
         sends = self.asking.verdict(verdict)
         self._verdict_came.ring()
+        self._home_answered.ring()
         return sends
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Of its prompt, what was not expected to be in the engine's cache."""
+        return self.prompt_tokens - (self.prefilled.hbm_tokens if self.prefilled is not None else 0)
+
+    def has_read(self, cached_tokens: int | None) -> None:
+        """The decode loop beside us has read the prompt, of which so many tokens were cached; or it will not."""
+        self.reading = None
+        if cached_tokens is None or self.prefilled is None:
+            return
+        hbm_tokens = min(self.prefilled.hbm_tokens, cached_tokens)
+        self.prefilled = msgspec.structs.replace(self.prefilled, cached_tokens=cached_tokens, hbm_tokens=hbm_tokens)
+        count_tokens(self.prefilled, self.prompt_tokens)
 
     # Effects
 
@@ -221,27 +232,11 @@ class PrefillJob(Job):
 
     async def _count(self) -> None:
         """Record this start before the engine sees the request, and see how many have died since theirs."""
-        dead = await self._record()
-        if 0 < dead < self.desk.config.requests.starts_max:
-            # Two suspects at work would both be blamed for the one that kills: they go one at a time, and are counted then.
-            await self.desk.starts.take_back(self.ack)
-            self._counted = False
-            await self.desk.suspects.acquire()
-            self._suspect = True
-            dead = await self._record()
+        dead = await self._counting.count()
         if dead >= self.desk.config.requests.starts_max:
             self.happen(Event.POISONED, Poisoned(f"{dead} workers have died with this request: it is not tried again."))
         else:
             self.happen(Event.COUNTED)
-
-    async def _record(self) -> int:
-        """Record this start. Returns how many have died since theirs."""
-        self._counted = True  # also where it is not known
-        try:
-            epochs = await self.desk.starts.read(self.ack)
-        except CapacityError as error:
-            raise Unanswered(f"The start was not recorded: {error}.") from None
-        return len(set(epochs) - self.desk.living() - {self.desk.me.epoch})
 
     async def _render(self) -> None:
         self.check_deadline()
@@ -296,8 +291,8 @@ class PrefillJob(Job):
         prompt = [*self._ids, *self._delivered]
         expected = self.desk.expects(self.salt, prompt)
         little = len(prompt) - expected < self.desk.config.requests.direct_tokens_max
-        if little and prompt_logprobs(self._tree) is None:
-            self._go_direct()
+        if prompt_logprobs(self._tree) is None and (little or await self._stays()):
+            self._go_direct(expected, reads=not little)
             return
         klass = self.intake.klass
         prefilled = await self.desk.visits.prefill(
@@ -305,17 +300,30 @@ class PrefillJob(Job):
         )
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
-        count_sources(self.prefilled, len(prompt))
         metrics.PREFILL_SECONDS.observe(self._clock() - began_s)
-        metrics.PREFILL_PROMPT_TOKENS.inc(len(prompt))
-        metrics.PREFILL_CACHED_TOKENS.inc(self.prefilled.cached_tokens)
-        metrics.PREFILL_GENERATED_TOKENS.inc(self.prefilled.generated_tokens)
+        count_tokens(self.prefilled, len(prompt))
         self.happen(Event.STORED)
 
-    def _go_direct(self) -> None:
-        """Decode computes the little that is missing. Nothing is stored for it, and nothing generated here."""
-        self.prefilled = Prefilled(cached_tokens=0, generated_tokens=0)
-        metrics.PREFILLS_SKIPPED.inc()
+    async def _stays(self) -> bool:
+        """Whether its reply is made in this engine: then that reads the prompt in one with it, instead of twice the last block.
+
+        Not of batch, whose prompts are read in pieces, between which others go. Nor of what workers have died with: those are
+        read one at a time.
+        """
+        if self.intake.klass == BATCH or self._counting.suspect:
+            return False
+        until_s = self._clock() + HOME_ANSWERS_S
+        while (home := self.asking and self.asking.at_home) is None and (left_s := until_s - self._clock()) > 0:
+            await self._home_answered.heard(left_s)
+        return home is True
+
+    def _go_direct(self, expected: int, *, reads: bool) -> None:
+        """Decode computes what is missing. Nothing is generated here."""
+        found = expected if reads else 0
+        self.prefilled = Prefilled(cached_tokens=found, generated_tokens=0, hbm_tokens=found)
+        self._reads = reads
+        if not reads:
+            metrics.PREFILLS_SKIPPED.inc()
         self.happen(Event.STORED)
 
     async def _hand_off(self) -> None:
@@ -325,21 +333,23 @@ class PrefillJob(Job):
         if grant is None:
             self.happen(Event.REFUSED)
             return
+        self.reading = grant.ask if self._reads and grant.decode == self.desk.me.id else None
         began_s, self._handed = self._clock(), self.stages
         self.times.offered_s = self.times.offered_s or began_s
-        answer = await self._offered(grant.decode, encode(self._handoff(grant.ask, grant.epoch)))
+        answer = await offered(self.desk, grant.decode, self._handoff(grant))
         metrics.HANDOFF_SECONDS.observe(self._clock() - began_s)
         if answer is None:
             # Without an arbiter nobody knows whether it was taken: let go, and not by a NAK.
             self._search_again(Event.UNTAKEN if self.holding.arbitrated else Event.DOUBT, grant, silent=True)
         elif answer.state == "accepted":
-            self._counted &= grant.decode != self.desk.me.id  # the same life's record is decode's to take back now
+            if grant.decode == self.desk.me.id:
+                self._counting.goes_over()
             self.send(self.asking.handed_off(grant))
             self.happen(Event.ACCEPTED)
         elif answer.reason in _REFUSALS:
             self.happen(_REFUSALS[answer.reason])
         else:
-            self._search_again(Event.REFUSED, grant, silent=answer is _AWAY)
+            self._search_again(Event.REFUSED, grant, silent=answer is AWAY)
 
     def _search_again(self, why: Event, grant: Grant, *, silent: bool) -> None:
         """What was offered is not wanted there. Another grant may have come meanwhile."""
@@ -350,29 +360,15 @@ class PrefillJob(Job):
             self.happen(Event.GRANTED)
         self._verdict_came.ring()
 
-    async def _offered(self, decode: str, payload: bytes) -> HandoffAnswer | None:
-        """Repeat the handoff under the same grant until it is answered, or its decode worker is silent: then it may have it."""
-        began_s, heard_of = self._clock(), False
-        while True:
-            try:
-                answer = await self.desk.bus.request(subjects.handoff(decode), payload, REPEAT_PERIOD_S)
-                return handoff_answer_decoder.decode(answer)
-            except NoResponders:
-                return None if heard_of else _AWAY
-            except BusError:
-                heard_of = True
-            await anyio.sleep(REPEAT_PERIOD_S / 4)
-            waited_s = self._clock() - began_s
-            if self.desk.silence_s(decode) > ACCUSE_SILENT_S or waited_s > HANDOFF_PATIENCE_S:
-                return None
-
-    def _handoff(self, ask: str, epoch: str) -> Handoff:
+    def _handoff(self, grant: Grant) -> Handoff:
         assert self.prefilled is not None
+        direct = self.prefilled.generated_tokens == 0
+        elsewhere = direct and self.reading is None
         return Handoff(
             request=self.address.request,
             klass=self.intake.klass,
-            ask=ask,
-            epoch=epoch,
+            ask=grant.ask,
+            epoch=grant.epoch,
             claim=self.holding.claim,
             ack=self.delivery.ack,
             reply_to=self.intake.reply_to,
@@ -387,8 +383,9 @@ class PrefillJob(Job):
             cached_tokens=min(self.prefilled.cached_tokens, len(self._ids)),
             prefill_generated_tokens=self.prefilled.generated_tokens,
             prefill=self.desk.me.id,
-            hbm_tokens=min(self.prefilled.hbm_tokens, len(self._ids)),
-            direct=self.prefilled.generated_tokens == 0,
+            hbm_tokens=0 if elsewhere else min(self.prefilled.hbm_tokens, len(self._ids)),
+            direct=direct,
+            reads=self.reading is not None,
             talk=self._referred.talk if self._referred else None,
             echo=Echo(self._echo, self.prefilled.echo_logprobs),
             prompt_logprobs=self.prefilled.prompt_logprobs,

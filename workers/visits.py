@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 from msgspec.structs import replace
 
-from pipeline.protocol.classes import BATCH, Weights
+from pipeline.protocol.classes import BATCH, INTERACTIVE, Weights
 from pipeline.protocol.completions import prompt_logprobs
 from pipeline.protocol.yielding import Yielding, pieces
 from workers.engines.port import Engine, Prefilled
@@ -71,6 +71,16 @@ class Visits:
             wait_s=wait_s,
             store_s=store_s,
         )
+
+    def come(self, key: str, tokens: int) -> None:
+        """An interactive prompt of which so many tokens have to be computed is read in the engine, by others than us."""
+        self._waiting[key] = anyio.Event()
+        self._let_in(self._yielding.enter(key, INTERACTIVE, tokens))
+
+    def gone(self, key: str) -> None:
+        """It has been read, or is not wanted any more."""
+        del self._waiting[key]
+        self._let_in(self._yielding.leave(key))
 
     @asynccontextmanager
     async def _visit(self, key: str, klass: str, tokens: int) -> AsyncIterator[None]:

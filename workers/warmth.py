@@ -131,8 +131,11 @@ class Warmth:
         self._gaps, self._resyncs = index.gaps, index.resyncs
 
 
-def count_sources(prefilled: Prefilled, prompt_tokens: int) -> None:
-    """Where the prompt's tokens came from."""
+def count_tokens(prefilled: Prefilled, prompt_tokens: int) -> None:
+    """A prompt has been read: where its tokens came from."""
+    metrics.PREFILL_PROMPT_TOKENS.inc(prompt_tokens)
+    metrics.PREFILL_CACHED_TOKENS.inc(prefilled.cached_tokens)
+    metrics.PREFILL_GENERATED_TOKENS.inc(prefilled.generated_tokens)
     lmcache = prefilled.cached_tokens - prefilled.hbm_tokens
     metrics.PREFILL_TOKENS.labels(source="hbm").inc(prefilled.hbm_tokens)
     metrics.PREFILL_TOKENS.labels(source="lmcache").inc(lmcache)

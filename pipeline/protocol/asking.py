@@ -41,6 +41,7 @@ class _Asked(msgspec.Struct):
     decode: str
     first_s: float
     sent_s: float
+    waits: bool = False
 
 
 class Asking:
@@ -81,6 +82,13 @@ class Asking:
         self._last_s = float("-inf")
         self._over = False
 
+    @property
+    def at_home(self) -> bool | None:
+        """Whether our own worker has granted. None while it has been asked and has not answered."""
+        if self.grant is not None:
+            return self.grant.decode == self.home
+        return None if any(one.decode == self.home and not one.waits for one in self._asked.values()) else False
+
     def tick(self, now_s: float, live: Sequence[Presence], rolls: tuple[float, float]) -> list[Send]:
         """Repeat what is due, forget the dead, and ask one more worker where that helps."""
         self._forget_dead({presence.id for presence in live})
@@ -110,6 +118,7 @@ class Asking:
         if verdict.state == "waiting":
             # A restarted decode worker has forgotten its grant: the repeated ask waits there anew.
             self.grant = None
+            asked.waits = True
             return []
         # With a grant there are no other asks, so this is the first one, or the same one again.
         self.grant = Grant(verdict.ask, verdict.decode, verdict.epoch)

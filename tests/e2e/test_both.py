@@ -63,19 +63,26 @@ async def test_a_request_stays_in_one_engine_and_roles_change_while_it_serves(
     colocated: Running, reference_replies: list[Reply]
 ) -> None:
     pids = colocated.pids
-    for usage in await usages(colocated, "at-home", reference_replies):
+    cold = await usages(colocated, "at-home", reference_replies)
+    for usage in cold:
         assert usage["prefill"] == usage["decode"]
-        # Found in the engine's own cache, of which vLLM leaves the block in which a prompt ends: a token has to be computed.
-        assert usage["decode_cached_tokens"] == (usage["prompt_tokens"] - 1) // CHUNK * CHUNK
-    assert "serving as prefill" in order(colocated, "role", "both-1", "prefill")
-    assert "serving as decode" in order(colocated, "role", "both-2", "decode")
+        assert usage["prefill_generated_tokens"] == 0, "it is one request to its engine, which reads the prompt once"
+    home = max(cold, key=lambda usage: int(usage["prompt_tokens"]))["decode"]
+    other = "both-1" if home == "both-2" else "both-2"
+    assert "serving as prefill" in order(colocated, "role", other, "prefill")
+    assert "serving as decode" in order(colocated, "role", home, "decode")
+    for read, usage in zip(cold, await usages(colocated, "at-home", reference_replies), strict=True):
+        assert (usage["prefill"], usage["decode"]) == (other, home)
+        assert usage["cached_tokens"] >= loadable(usage["prompt_tokens"]), "it is in LMCache, too"
+        if read["decode"] == home:
+            assert usage["hbm_tokens"] < CHUNK, "only there"
     for usage in await usages(colocated, "split", reference_replies):
-        assert (usage["prefill"], usage["decode"]) == ("both-1", "both-2")
+        assert (usage["prefill"], usage["decode"]) == (other, home)
         assert usage["decode_cached_tokens"] == loadable(usage["prompt_tokens"])
     for worker in ("both-1", "both-2"):  # somebody must be left for each part at any time
         assert "serving as both" in order(colocated, "role", worker, "both")
-    assert "serving as decode" in order(colocated, "role", "both-1", "decode")
-    assert "serving as prefill" in order(colocated, "role", "both-2", "prefill")
+    assert "serving as decode" in order(colocated, "role", other, "decode")
+    assert "serving as prefill" in order(colocated, "role", home, "prefill")
     for usage in await usages(colocated, "turned-round", reference_replies):
-        assert (usage["prefill"], usage["decode"]) == ("both-2", "both-1")
+        assert (usage["prefill"], usage["decode"]) == (home, other)
     assert colocated.pids == pids, "no engine was started anew"

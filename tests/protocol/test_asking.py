@@ -70,6 +70,32 @@ def test_what_was_prefilled_here_is_decoded_here_where_there_is_room() -> None:
     assert asked_from_home(peer("home", 19, waiting=1), peer("b", 20)) == "b"
 
 
+def stays(search: Asking) -> bool | None:
+    """Read anew, for mypy takes a property for a constant."""
+    return search.at_home
+
+
+def test_whether_it_stays_at_home_is_open_until_its_own_worker_has_answered() -> None:
+    search = Asking("r", "c", 10, FAR_S, "inbox", home="b")
+    assert stays(search) is False, "nobody is asked yet"
+    [sent] = search.tick(0.0, [peer("a", 101), peer("b", 100)], (0.0, 0.0))
+    assert sent.decode == "b"
+    assert stays(search) is None
+    search.verdict(verdict(sent, "waiting"))
+    assert stays(search) is False, "it may take long"
+    search.verdict(verdict(sent, "granted"))
+    assert stays(search) is True
+
+
+def test_what_is_granted_elsewhere_does_not_stay() -> None:
+    search = Asking("r", "c", 10, FAR_S, "inbox", home="b")
+    [sent] = search.tick(0.0, [peer("a", 100), peer("b", 10)], (0.0, 0.0))
+    assert sent.decode == "a"
+    assert stays(search) is False
+    search.verdict(verdict(sent, "granted"))
+    assert stays(search) is False
+
+
 def test_it_is_decoded_elsewhere_where_its_own_worker_is_much_fuller_than_another() -> None:
     behind = int(HOME_BEHIND_MAX * 200) - 1
     assert asked_from_home(peer("home", 100), peer("b", 100 + behind)) == "home"

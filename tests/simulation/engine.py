@@ -6,15 +6,17 @@ drawn is kept, so that the checkers can tell whether a client's reply is of one 
 """
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 import anyio
 
 from pipeline.config import Config
 from pipeline.protocol.arrangement import Role
+from pipeline.protocol.pieces import Echo
 from tests.simulation.plan import POISON
-from workers.engines.port import Prefilled
+from workers.engines.port import NO_ECHO, Prefilled, Step
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.model import Job
 from workers.engines.simulated.reply import Reply, Sampling, sampling_of
@@ -78,6 +80,27 @@ class SimEngine(SimulatedEngine):
             self._killed()
             await anyio.sleep_forever()
         return await super().prefill(key, token_ids, salt, chat, trace=trace)
+
+    async def decode(
+        self,
+        key: str,
+        token_ids: Sequence[int],
+        salt: str,
+        chat: Mapping[str, Any],
+        max_tokens: int,
+        delivered: Sequence[int] = (),
+        echo: Echo = NO_ECHO,
+        here: bool = False,
+        trace: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[Step, None]:
+        """As the engine's, which reads the prompt where nobody has."""
+        if _POISON in token_ids:
+            self._killed()
+            await anyio.sleep_forever()
+        steps = super().decode(key, token_ids, salt, chat, max_tokens, delivered, echo, here, trace)
+        async with aclosing(steps):
+            async for step in steps:
+                yield step
 
     def _decode_jobs(
         self,

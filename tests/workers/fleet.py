@@ -171,7 +171,7 @@ class Caller:
         await self.bus.subscribe(f"{self.inbox}.r", self._framed)
         await self.bus.barrier()
 
-    async def publish(self, creator: str, **fields: Any) -> None:
+    async def publish(self, creator: str, klass: str = "interactive", **fields: Any) -> None:
         """The request, as a gateway writes it."""
         body = {
             "messages": PROMPT,
@@ -181,7 +181,7 @@ class Caller:
             **fields,
         }
         token = subjects.token(creator)
-        subject = subjects.request_in("interactive", token, token)
+        subject = subjects.request_in(klass, token, token)
         await self.bus.store(subject, encode(body), msg_id=secrets.token_hex(8), timeout_s=2.0)
 
     async def reply(self) -> Reply:

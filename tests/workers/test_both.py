@@ -19,6 +19,8 @@ from tests.workers.fleet import Caller, Fleet, config_for, fleet, nothing_left, 
 
 pytestmark = pytest.mark.anyio
 
+BLOCK = 32
+
 
 def config(url: str, *, max_model_len: int = 1024, **simulated: Any) -> Config:
     """Room for a few requests in each engine: 2 prefills of 32 blocks beside the replies."""
@@ -55,11 +57,67 @@ async def test_a_request_whose_halves_fall_on_one_worker_needs_no_transfer(broke
         assert isinstance(reply.end, Done)
         usage = reply.end.usage
         assert (usage.prefill, usage.decode) == ("both-1", "both-1")
-        block = made.workers["both-1"].engine.info.block_size
-        assert usage.decode_cached_tokens >= usage.prompt_tokens // block * block - 1
-        tier = made.workers["both-1"].engine._tier
-        assert tier is not None
+        assert (usage.prefill_generated_tokens, usage.cached_tokens) == (0, 0), (
+            "one request to the engine, which reads it once"
+        )
+        again = (await made.ask(max_tokens=8)).end
+        assert isinstance(again, Done)
+        found = again.usage.prompt_tokens // BLOCK * BLOCK
+        assert (again.usage.cached_tokens, again.usage.hbm_tokens) == (found, found)
         sound(made)
+
+
+async def test_what_decode_has_read_in_its_own_engine_is_stored_for_all(broker: NatsServer) -> None:
+    async with fleet(config(broker.url), prefill=0, decode=0, both=2) as made:
+        first = (await made.ask(max_tokens=8)).end
+        assert isinstance(first, Done)
+        assert first.usage.prefill_generated_tokens == 0
+        await turned(made, first.usage.decode, "decode")
+        elsewhere = (await made.ask(max_tokens=8)).end
+        assert isinstance(elsewhere, Done)
+        assert elsewhere.usage.prefill != first.usage.prefill
+        assert elsewhere.usage.cached_tokens == elsewhere.usage.prompt_tokens // BLOCK * BLOCK
+        assert elsewhere.usage.hbm_tokens == 0
+
+
+async def test_a_prompt_that_decode_reads_has_a_slot_until_it_is_read(broker: NatsServer) -> None:
+    slow = config(broker.url, prefill_tokens_per_s=400.0, step_s=0.005)
+    async with fleet(slow, prefill=0, decode=0, both=1) as made:
+        prefill, decode = made.prefill("both-1"), made.decode("both-1")
+        asked = await many(made, 6, max_tokens=60)
+        most = 0
+        while not all(caller.frames for caller in asked):
+            most = max(most, sum(job.times.first_s is None for job in decode._jobs._jobs.values()))
+            assert prefill.slots.busy <= 2
+            await anyio.sleep(0.005)
+        assert most == 2, "the others wait where any worker can take them"
+        ends = await all_whole(asked)
+        assert {end.usage.prefill_generated_tokens for end in ends} == {0}
+        await until(lambda: prefill.slots.busy == 0 and prefill.queued_tokens == 0)
+        sound(made)
+
+
+async def test_a_prompt_that_nobody_wants_any_more_gives_its_slot_back_while_decode_reads_it(
+    broker: NatsServer,
+) -> None:
+    slow = config(broker.url, prefill_tokens_per_s=50.0)
+    async with fleet(slow, prefill=0, decode=0, both=1) as made:
+        prefill = made.prefill("both-1")
+        asked = await many(made, 2)
+        await until(lambda: made.decode("both-1").under_way == 2 and prefill.under_way == 0)
+        assert prefill.slots.busy == 2
+        for caller in asked:
+            caller.leave()
+        await until(lambda: prefill.slots.busy == 0 and prefill.queued_tokens == 0)
+        sound(made)
+
+
+async def test_batch_is_read_by_prefill_in_pieces_also_where_it_stays(broker: NatsServer) -> None:
+    async with fleet(config(broker.url), prefill=0, decode=0, both=1) as made:
+        end = (await made.ask(klass="batch", max_tokens=8)).end
+        assert isinstance(end, Done)
+        assert end.usage.prefill == end.usage.decode
+        assert end.usage.prefill_generated_tokens >= 1
 
 
 async def test_a_request_stays_at_home_where_there_is_room_and_leaves_where_there_is_none(broker: NatsServer) -> None:
@@ -108,7 +166,7 @@ async def test_a_worker_built_for_one_role_refuses_another(broker: NatsServer) -
         assert isinstance((await made.ask()).end, Done)
 
 
-async def many(made: Fleet, count: int, **fields: object) -> list[Caller]:
+async def many(made: Fleet, count: int, **fields: Any) -> list[Caller]:
     asked = [Caller(made.bus, f"r{number}-{len(made.workers)}-{id(fields)}") for number in range(count)]
     for number, caller in enumerate(asked):
         await caller.listen()
@@ -163,8 +221,8 @@ async def test_the_only_worker_ends_what_it_has_read_before_it_goes(broker: Nats
     """Nobody else would promise room for it, and it would wait until the bound of the drain."""
     slow = config(broker.url, prefill_overhead_s=0.2, step_s=0.01)
     async with fleet(slow, prefill=0, decode=0, both=1) as made, anyio.create_task_group() as tasks:
-        asked = await many(made, 2)
-        await until(lambda: made.prefill("both-1").under_way == 2)
+        asked = await many(made, 1, klass="batch")  # which prefill reads
+        await until(lambda: made.prefill("both-1").under_way == 1)
         began_s = anyio.current_time()
         made.workers["both-1"].leave(tasks)
         await all_whole(asked)

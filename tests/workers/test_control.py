@@ -1,5 +1,7 @@
 """Orders to workers that are at work: nothing is lost, and each says how it stands."""
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -20,7 +22,7 @@ async def order(bus: Bus, worker: str, action: Action) -> Standing:
     return standing_decoder.decode(await bus.request(subjects.control(worker), encode(Order(action)), 5.0))
 
 
-async def callers(made: Fleet, count: int, **fields: object) -> list[Caller]:
+async def callers(made: Fleet, count: int, **fields: Any) -> list[Caller]:
     """Requests of as many creators, so that every worker owns some."""
     asked = [Caller(made.bus, f"r{number}") for number in range(count)]
     for number, caller in enumerate(asked):

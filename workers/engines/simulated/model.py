@@ -62,7 +62,7 @@ class Job(msgspec.Struct, kw_only=True):
     """What is asked: to read `token_ids` (u32), and with `reply` to go on from there for at most `tokens_max` tokens.
 
     It fails once `fails_after` tokens of the reply are out; a prefill, where this is set at all. `choice`: which of several
-    replies to one prompt it is. `here`: nothing of it is loaded from the tier.
+    replies to one prompt it is. `here`: nothing of it is loaded from the tier, or stored there.
     """
 
     key: str
@@ -291,6 +291,8 @@ class EngineModel:
         token_id, text, finish_reason = reply.next()
         sequence.ids.append(token_id)
         first = len(sequence.ids) == sequence.prompt_tokens + 1
+        if first and not job.here:
+            self._store_beside(sequence)
         step = Step(
             token_ids=(token_id,),
             text=text,
@@ -355,6 +357,14 @@ class EngineModel:
         sequence.ready_s = self._linked_s(missing * self._shape.blocks_per_chunk, at_s)
         self._running.remove(sequence)
         self._storing.append(sequence)
+
+    def _store_beside(self, sequence: _Sequence) -> None:
+        """What decode has computed of a prompt is stored, too. It waits for nothing."""
+        chunks = self._chunks(sequence)
+        missing = len(chunks) * self._shape.blocks_per_chunk - sequence.stored
+        if missing > 0:
+            self._linked_s(missing, self._tried_s)
+            self._tier.put(chunks)
 
     def _stored(self, sequence: _Sequence, outputs: list[Output]) -> None:
         self._tier.put(self._chunks(sequence))
