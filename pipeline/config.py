@@ -98,6 +98,8 @@ class Requests(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Workers that may die with a request before it goes to the DLQ as poison. Chaos runs, which kill at random, set more."""
     salt_scope: Literal["creator", "tenant", "none"] = "creator"
     """Who may share cached prefixes: the requests of a creator, all creators of a tenant, or everybody."""
+    first_token_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """An interactive request whose reply has not begun so long after it was queued is refused. 0: it may wait."""
     direct_tokens_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     """A prompt with fewer tokens than this to compute goes directly to decode, which computes them. 0: none does."""
 

@@ -211,6 +211,12 @@ class BrokerUnavailable(CapacityError):
     code = "broker_unavailable"
 
 
+class FirstTokenLate(CapacityError):
+    """The reply would begin, or has not begun, later than it may (`requests.first_token_s`)."""
+
+    code = "first_token_late"
+
+
 class ServiceError(ReplyError):
     """A part of the pipeline failed."""
 

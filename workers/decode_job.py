@@ -109,7 +109,10 @@ class DecodeJob(Job):
         self._counted = False
         self._stop_watching: Callable[[], None] | None = None
         self.span = desk.spans.begin(handoff.trace)
-        super().__init__(desk.clock() + handoff.deadline_s - outside.unix_s(), desk.clock)
+        ahead_s = desk.clock() - outside.unix_s()
+        super().__init__(handoff.deadline_s + ahead_s, desk.clock)
+        if handoff.first_by_s:
+            self.first_by_s = handoff.first_by_s + ahead_s
         self.times = Decoding(began_s=self.began_s)
         self.happen(Event.TAKEN)
 
@@ -185,6 +188,8 @@ class DecodeJob(Job):
             if isinstance(answer, Go) and self.stage is Stage.TAKING:
                 self._delivered = unpack_ids(answer.ids)
                 self.outbox = Outbox(self.handoff.request, self.holding.claim, self._delivered)
+                if self._delivered:
+                    self.first_by_s = math.inf
             self.happen(EVENT_OF[type(answer)])
             return
         self.happen(Event.UNANSWERED)
@@ -255,6 +260,7 @@ class DecodeJob(Job):
             self.outbox.prompt_tokens = prompt_tokens
             self.outbox.prompt = self.handoff.ids if wants_prompt_ids(self.handoff.chat) else b""
         self._cached_tokens = min(step.cached_tokens, prompt_tokens)
+        self.first_by_s = math.inf
         self.times.first_s, self.times.load_s = self._clock(), step.load_s
         self.desk.read(self.handoff.ask, self._cached_tokens)
         metrics.FIRST_STEP_SECONDS.observe(self.times.first_s - began_s)

@@ -5,6 +5,7 @@ report back by further events; STOP cancels those that work, at once.
 """
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal
@@ -13,7 +14,7 @@ import structlog
 
 from pipeline import outside
 from pipeline.bus.errors import BusError
-from pipeline.errors import DeadlineExceeded, EngineDead, ReplyError, RequestError, ServiceError
+from pipeline.errors import DeadlineExceeded, EngineDead, FirstTokenLate, ReplyError, RequestError, ServiceError
 from pipeline.protocol import outcomes
 from pipeline.protocol.records import Facts, Record
 from pipeline.protocol.request import Effect, Event, Stage
@@ -30,8 +31,14 @@ TELLING_GRACE_S: Final = 5.0
 TOO_LATE: Final = "The request's time ran out before its reply was whole; give it a longer timeout_ms, or try again."
 
 
+TOO_LATE_TO_BEGIN: Final = (
+    "The reply could not begin in time, for too much is asked at the moment: try again later, or let the operator raise "
+    "requests.first_token_s, or add workers."
+)
+
+
 class Job(ABC):
-    """One request at one worker. `deadline_s` is on the same clock as `clock`."""
+    """One request at one worker. `deadline_s` and `first_by_s`, when its reply must have begun, are on the clock of `clock`."""
 
     holding: Holding
     span: Span
@@ -39,6 +46,7 @@ class Job(ABC):
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self.deadline_s = deadline_s
+        self.first_by_s = math.inf
         self.error: ReplyError = ServiceError("The request failed.")
         self.told: ReplyError | None = None
         """What its receiver is told instead of a reply."""
@@ -137,7 +145,8 @@ class Job(ABC):
     async def _next(self) -> Event:
         """The next event. Past the deadline that is DEADLINE, and UNHEARD once the end has been told for long enough."""
         while not self._events:
-            if not await self._bell.heard(max(0.0, self._until_s() - self._clock())):
+            await self._bell.heard(max(0.0, self._until_s() - self._clock()))
+            if not self._events and self._clock() >= self._until_s():
                 return self._too_late()
         return self._events.pop(0)
 
@@ -145,17 +154,22 @@ class Job(ABC):
         """When the next event is overdue. Telling the end gets its time also where the deadline had passed before we began."""
         if self.stage is Stage.ENDING:
             return max(self.deadline_s, self.began_s) + TELLING_GRACE_S
-        return self.deadline_s
+        return min(self.deadline_s, self.first_by_s)
 
     def check_deadline(self) -> None:
-        """Before work that would come too late. Raises `DeadlineExceeded`."""
+        """Before work that would come too late. Raises `DeadlineExceeded` and `FirstTokenLate`."""
+        if self._clock() >= min(self.deadline_s, self.first_by_s):
+            raise self._lateness()
+
+    def _lateness(self) -> ReplyError:
         if self._clock() >= self.deadline_s:
-            raise DeadlineExceeded(TOO_LATE)
+            return DeadlineExceeded(TOO_LATE)
+        return FirstTokenLate(TOO_LATE_TO_BEGIN, retry_after_s=1.0)
 
     def _too_late(self) -> Event:
         if self.stage is Stage.ENDING:
             return Event.UNHEARD
-        self.error = self.told = DeadlineExceeded(TOO_LATE)
+        self.error = self.told = self._lateness()
         return Event.DEADLINE
 
     def _start(self, effect: Effect, carry_out: Callable[[], Awaitable[None]]) -> None:

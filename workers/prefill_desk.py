@@ -9,6 +9,7 @@ from pipeline.bus.connection import Bus
 from pipeline.config import Config
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence
+from pipeline.protocol.promptness import Promptness
 from pipeline.telemetry.spans import Spans
 from workers.engines.port import Engine
 from workers.identity import Identity
@@ -48,3 +49,4 @@ class Desk(msgspec.Struct, kw_only=True):
     shelf: Shelf
     spans: Spans
     clock: Callable[[], float]
+    promptness: Promptness = msgspec.field(default_factory=Promptness)

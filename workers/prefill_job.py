@@ -1,6 +1,7 @@
 """One request at prefill: from its delivery to the moment that a decode worker has taken it over."""
 
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 from typing import Any, Final
@@ -11,14 +12,20 @@ import msgspec
 from pipeline import outside
 from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery
-from pipeline.errors import CapacityError, InvalidField, ModelNotFound, Poisoned, PromptTooLong, RequestError
+from pipeline.errors import (
+    FirstTokenLate,
+    InvalidField,
+    ModelNotFound,
+    Poisoned,
+    PromptTooLong,
+)
 from pipeline.limits import (
     CLAIM_PATIENCE_S,
     HOME_ANSWERS_S,
     LEASE_SPARE_S,
     SECOND_ASK_AFTER_S,
 )
-from pipeline.protocol import dead_letters, intake, subjects, tracing
+from pipeline.protocol import intake, subjects, tracing
 from pipeline.protocol.asking import Asking, Grant, Send
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
 from pipeline.protocol.classes import BATCH
@@ -43,11 +50,11 @@ from pipeline.protocol.resume import check_resumable
 from pipeline.protocol.stages import AtPrefill, Prefilling, at_prefill, seconds
 from pipeline.telemetry import metrics
 from workers.bell import Bell
-from workers.dead_letters import keep
+from workers.dead_letters import keep_delivery
 from workers.engines.port import Prefilled
 from workers.holding import EVENT_OF, Holding
 from workers.identity import new_claim
-from workers.jobs import TELLING_GRACE_S, Job
+from workers.jobs import TELLING_GRACE_S, TOO_LATE_TO_BEGIN, Job
 from workers.offering import AWAY, offered
 from workers.prefill_desk import Desk
 from workers.referred import Referred
@@ -83,19 +90,22 @@ class PrefillJob(Job):
         self.state = Prefill()
         self.asking: Asking | None = None
         self._verdict_came, self._home_answered = Bell(), Bell()
-        self.reading: str | None = None
-        """The grant under which the decode loop beside us takes it over, to read its prompt."""
+        self.reading: str | None = (
+            None  # the grant under which the decode loop beside us takes it over, to read its prompt
+        )
         self._ids: list[int] = []
         self._echo = ""
         self._delivered: list[int] = []
         self._max_tokens = self._weight = 0
         self.prefilled: Prefilled | None = None
         self._counting = Start(desk, self.ack)
-        self._unkept = self._told_error = self._reads = False
+        self._unkept = self._told_error = self._stays = self._little = False
         self._handed: AtPrefill | None = None
         self.span = desk.spans.begin(tracing.context_of(delivery.headers))
-        super().__init__(self._deadline_s(), desk.clock)
+        longest_s, ahead_s = desk.rules.timeout_max_s[self.stored.shard.klass], desk.clock() - outside.unix_s()
+        super().__init__(intake.deadline_s(lambda: self.intake, self.ack, longest_s) + ahead_s, desk.clock)
         self.times = Prefilling(began_s=self.began_s)
+        self._bound_s = desk.config.requests.first_token_s if self.stored.shard.klass != BATCH else 0.0
         self._referred = Referred.of(desk.shelf, lambda: self.intake, self.ack)
         self._tree: Mapping[str, Any] = {}
         until_s = max(self.deadline_s, self.began_s) + TELLING_GRACE_S + LEASE_SPARE_S
@@ -190,11 +200,6 @@ class PrefillJob(Job):
         self._home_answered.ring()
         return sends
 
-    @property
-    def tokens_to_compute(self) -> int:
-        """Of its prompt, what was not expected to be in the engine's cache."""
-        return self.prompt_tokens - (self.prefilled.hbm_tokens if self.prefilled is not None else 0)
-
     def has_read(self, cached_tokens: int | None) -> None:
         """The decode loop beside us has read the prompt, of which so many tokens were cached; or it will not."""
         self.reading = None
@@ -203,6 +208,7 @@ class PrefillJob(Job):
         hbm_tokens = min(self.prefilled.hbm_tokens, cached_tokens)
         self.prefilled = msgspec.structs.replace(self.prefilled, cached_tokens=cached_tokens, hbm_tokens=hbm_tokens)
         count_tokens(self.prefilled, self.prompt_tokens)
+        self.desk.promptness.took(self._clock() - self.began_s)
 
     # Effects
 
@@ -224,6 +230,8 @@ class PrefillJob(Job):
             answer = await self.holding.claim_it(follows, self._referred.persona if self._referred else 0)
             if isinstance(answer, Go):
                 self._delivered = unpack_ids(answer.ids)
+                if self._bound_s and not self._delivered:  # else it has begun, and goes on
+                    self.first_by_s = self.ack.stored_at_s + self._bound_s + self._clock() - outside.unix_s()
                 if self._referred is not None:
                     self._referred.go(answer.persona)
             self.happen(EVENT_OF[type(answer)])
@@ -240,6 +248,8 @@ class PrefillJob(Job):
 
     async def _render(self) -> None:
         self.check_deadline()
+        if self.desk.promptness.too_late(self.first_by_s - self._clock(), self._bound_s):
+            raise FirstTokenLate(TOO_LATE_TO_BEGIN, retry_after_s=1.0)
         asked, info = self.intake.asked, self.desk.engine.info
         if asked.model not in (None, info.model):
             raise ModelNotFound(f"The model {asked.model!r} is not served here; {info.model!r} is.", param="model")
@@ -290,21 +300,24 @@ class PrefillJob(Job):
         # What has been delivered of the reply is read again as if it were prompt: decode continues after it.
         prompt = [*self._ids, *self._delivered]
         expected = self.desk.expects(self.salt, prompt)
-        little = len(prompt) - expected < self.desk.config.requests.direct_tokens_max
-        if prompt_logprobs(self._tree) is None and (little or await self._stays()):
-            self._go_direct(expected, reads=not little)
-            return
+        self._little = len(prompt) - expected < self.desk.config.requests.direct_tokens_max
+        if prompt_logprobs(self._tree) is None:
+            self._stays = await self._at_home()
+            if self._stays or self._little:
+                self._go_direct(expected if self._stays else 0)
+                return
         klass = self.intake.klass
         prefilled = await self.desk.visits.prefill(
             self.holding.claim, klass, prompt, expected, self.salt, self._tree, self.span.context, self.check_deadline
         )
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
+        self.desk.promptness.took(self._clock() - self.began_s)
         metrics.PREFILL_SECONDS.observe(self._clock() - began_s)
         count_tokens(self.prefilled, len(prompt))
         self.happen(Event.STORED)
 
-    async def _stays(self) -> bool:
+    async def _at_home(self) -> bool:
         """Whether its reply is made in this engine: then that reads the prompt in one with it, instead of twice the last block.
 
         Not of batch, whose prompts are read in pieces, between which others go. Nor of what workers have died with: those are
@@ -317,12 +330,10 @@ class PrefillJob(Job):
             await self._home_answered.heard(left_s)
         return home is True
 
-    def _go_direct(self, expected: int, *, reads: bool) -> None:
+    def _go_direct(self, found: int) -> None:
         """Decode computes what is missing. Nothing is generated here."""
-        found = expected if reads else 0
         self.prefilled = Prefilled(cached_tokens=found, generated_tokens=0, hbm_tokens=found)
-        self._reads = reads
-        if not reads:
+        if self._little:
             metrics.PREFILLS_SKIPPED.inc()
         self.happen(Event.STORED)
 
@@ -333,7 +344,7 @@ class PrefillJob(Job):
         if grant is None:
             self.happen(Event.REFUSED)
             return
-        self.reading = grant.ask if self._reads and grant.decode == self.desk.me.id else None
+        self.reading = grant.ask if self._stays and grant.decode == self.desk.me.id else None
         began_s, self._handed = self._clock(), self.stages
         self.times.offered_s = self.times.offered_s or began_s
         answer = await offered(self.desk, grant.decode, self._handoff(grant))
@@ -376,6 +387,7 @@ class PrefillJob(Job):
             receiver=self.intake.envelope.receiver,
             encoding=self.address.encoding,
             deadline_s=self.intake.deadline_s,
+            first_by_s=0.0 if math.isinf(self.first_by_s) else self.ack.stored_at_s + self._bound_s,
             ids=pack_ids(self._ids),
             salt=self.salt,
             max_tokens=self._max_tokens,
@@ -385,7 +397,7 @@ class PrefillJob(Job):
             prefill=self.desk.me.id,
             hbm_tokens=0 if elsewhere else min(self.prefilled.hbm_tokens, len(self._ids)),
             direct=direct,
-            reads=self.reading is not None,
+            reads=self.reading is not None and not self._little,
             talk=self._referred.talk if self._referred else None,
             echo=Echo(self._echo, self.prefilled.echo_logprobs),
             prompt_logprobs=self.prefilled.prompt_logprobs,
@@ -414,12 +426,7 @@ class PrefillJob(Job):
         await self.holding.nak(wait_s(self.ack.delivered))
 
     async def _dead_letter(self) -> None:
-        """Keep a copy, with the reason, of what will not be tried again."""
-        reason = "poison" if isinstance(self.error, Poisoned) else "malformed"
-        letter = dead_letters.write(reason, self.delivery.subject, self.ack, self.error)
-        try:
-            await keep(self.desk.bus, letter, self.delivery.data, self.delivery.headers)
-        except CapacityError:
+        if not await keep_delivery(self.desk.bus, self.delivery, self.ack, self.error):
             # Without its copy the message must not be acked, nor its receiver told: it comes again.
             self._unkept = True
             self.happen(Event.DOUBT)
@@ -437,11 +444,3 @@ class PrefillJob(Job):
             reply = f"{self.desk.verdicts_at}.{send.message.ask}" if isinstance(send.message, Ask) else ""
             with contextlib.suppress(BusError):
                 self.desk.bus.post(subjects.credit(send.decode), encode(send.message), reply)
-
-    def _deadline_s(self) -> float:
-        """On our own clock. What is malformed has its class's maximum to be answered in."""
-        try:
-            unix_s = self.intake.deadline_s
-        except RequestError:
-            unix_s = self.ack.stored_at_s + self.desk.rules.timeout_max_s[self.stored.shard.klass]
-        return self.desk.clock() + unix_s - outside.unix_s()

@@ -20,7 +20,8 @@ class Reading:
     def hold(self, ask: str, job: PrefillJob) -> None:
         """Its job has ended, for the decode loop has it now."""
         self._jobs[ask] = job
-        self._visits.come(ask, job.tokens_to_compute)
+        cached_tokens = job.prefilled.hbm_tokens if job.prefilled is not None else 0
+        self._visits.come(ask, job.prompt_tokens - cached_tokens)
         self._weigh(job.prompt_tokens)
 
     def end(self, ask: str, cached_tokens: int | None) -> None:

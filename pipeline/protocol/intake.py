@@ -4,7 +4,7 @@ Reading happens in two steps, because a malformed request should be answered too
 says where the answer goes, and never fails; `read` then checks everything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -113,6 +113,14 @@ def read(payload: bytes, headers: Mapping[str, str] | None, stored: Stored, ack:
         tree=tree,
         reference=reference,
     )
+
+
+def deadline_s(read_it: Callable[[], Intake], ack: AckSubject, longest_s: float) -> float:
+    """A request's, in Unix time. What is malformed has its class's longest time to be answered in."""
+    try:
+        return read_it().deadline_s
+    except RequestError:
+        return ack.stored_at_s + longest_s
 
 
 def _said(tree: Mapping[str, Any], field: str, headers: Mapping[str, str] | None, header: str) -> str | None:

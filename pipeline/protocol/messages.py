@@ -262,6 +262,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     where the exchange is to be written down. `echo` and `prompt_logprobs` (as in `Done`) are what only prefill knows.
     `stages` is where prefill's time went, `trace` the trace context's headers.
     `direct`: no prefill engine has seen this prompt. LMCache has of it what earlier ones have left; decode computes the rest.
+    `first_by_s`: when the reply must have begun, Unix time too; 0: whenever it does.
     `reads`: nor is it a little that is missing. Decode is in the same engine, and reads it there as prefill would have.
     """
 
@@ -285,6 +286,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     prefill_generated_tokens: int
     prefill: str
     hbm_tokens: int = 0
+    first_by_s: float = 0.0
     direct: bool = False
     reads: bool = False
     talk: Talk | None = None

@@ -29,7 +29,9 @@ def outcome(ended_by: Event | None, error: ReplyError | None) -> str:
 
 
 def of_error(error: ReplyError) -> str:
-    """`expired`, `malformed` where its sender is to blame, or `failed`."""
+    """`expired`, `late` to begin, `malformed` where its sender is to blame, or `failed`."""
     if error.code == "deadline":
         return "expired"
+    if error.code == "first_token_late":
+        return "late"
     return "malformed" if error.status < 500 else "failed"

@@ -50,6 +50,7 @@ SETTINGS: Final[Mapping[str, Setting]] = {
     "classes.decode_room": Setting(low=0.0, high=0.9, whole=False),
     "credits.reserve_ratio": Setting(low=0.0, high=0.9, whole=False),
     "requests.direct_tokens_max": Setting(low=0, high=1_000_000),
+    "requests.first_token_s": Setting(low=0.0, high=600.0, whole=False),
     "requests.starts_max": Setting(low=1, high=1000),
     "gateway.in_flight_max": Setting(low=1, high=1_000_000),
     "gateway.in_flight_bytes_max": Setting(low=1_000_000, high=1 << 40),

@@ -40,6 +40,7 @@ _ENDINGS: Final = (
     "failed",
     "malformed",
     "expired",
+    "late",
     "cancelled",
     "gone",
     "fenced",
