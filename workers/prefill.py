@@ -27,6 +27,7 @@ from pipeline.protocol import placement, subjects
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence, verdict_decoder
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.promptness import Promptness
 from pipeline.protocol.request import Event
 from pipeline.protocol.served import ShardsServed
 from pipeline.protocol.slots import Offer, Slots
@@ -60,6 +61,8 @@ class PrefillWorker:
     `decodes`: of a worker for both, what its decode loop would say of itself now.
     """
 
+    _tasks: TaskGroup
+
     def __init__(
         self,
         bus: Bus,
@@ -77,10 +80,9 @@ class PrefillWorker:
         self.slots.thresholds = _thresholds(config)
         self.queued_tokens = 0
         self.ready = self.paused = False
-        self.served = Served()
+        self.personas, self.served = Personas(bus), Served()
         self.warmth = Warmth(bus, engine, me, self.clock)
         self.warm_ups = WarmUps(bus, engine, me.id, self.warmth.prefixes, self._has_time, self._account)
-        self.personas = Personas(bus)
         self.persona_warmer = PersonaWarmer(
             bus, engine, self.personas, config.requests.salt_scope, self.owns, self.warm_ups.warm
         )
@@ -90,9 +92,7 @@ class PrefillWorker:
             engine=engine,
             config=config,
             me=me,
-            rules=Rules(
-                reply_subjects=config.requests.reply_subjects, timeout_max_s=dict(config.requests.timeout_max_s)
-            ),
+            rules=_rules(config),
             leases=leases or LeaseKeeper(bus, self.clock),
             verdicts_at=bus.inbox(),
             starts=starts,
@@ -108,6 +108,7 @@ class PrefillWorker:
             visits=Visits(engine, config.prefill.max_num_batched_tokens, config.classes.weights, self.clock),
             spans=self.spans,
             clock=self.clock,
+            promptness=Promptness(config.prefill.max_num_batched_tokens),
         )
         self._ranks: dict[Shard, int] = {}
         self._shards = [Shard(klass, n) for klass in CLASSES for n in range(config.requests.shards)]
@@ -119,7 +120,6 @@ class PrefillWorker:
         self._stale_until_s = float("-inf")
         self._heard_s = self._looked_s = self.clock()
         self.decodes: Callable[[], Presence] | None = None
-        self._tasks: TaskGroup
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -390,6 +390,11 @@ class PrefillWorker:
         job = self._jobs.get(verdict.ask.rpartition(".")[0])
         if job is not None and job.asking is not None:
             job.send(job.verdict(verdict))
+
+
+def _rules(config: Config) -> Rules:
+    requests = config.requests
+    return Rules(reply_subjects=requests.reply_subjects, timeout_max_s=dict(requests.timeout_max_s))
 
 
 def _thresholds(config: Config) -> placement.Thresholds:

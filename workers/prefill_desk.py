@@ -49,4 +49,4 @@ class Desk(msgspec.Struct, kw_only=True):
     shelf: Shelf
     spans: Spans
     clock: Callable[[], float]
-    promptness: Promptness = msgspec.field(default_factory=Promptness)
+    promptness: Promptness

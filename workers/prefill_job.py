@@ -98,6 +98,7 @@ class PrefillJob(Job):
         self._delivered: list[int] = []
         self._max_tokens = self._weight = 0
         self.prefilled: Prefilled | None = None
+        self._read = desk.promptness.nothing
         self._counting = Start(desk, self.ack)
         self._unkept = self._told_error = self._stays = self._little = False
         self._handed: AtPrefill | None = None
@@ -187,6 +188,8 @@ class PrefillJob(Job):
         finally:
             self.desk.leases.let_go(self._lease)
             self.desk.weigh(-self._weight)
+            if self.reading is None or self.ended_by is not Event.ACCEPTED:
+                self._read.give_up()
             await self._counting.end()
 
     def resend(self, index: int) -> None:
@@ -203,12 +206,12 @@ class PrefillJob(Job):
     def has_read(self, cached_tokens: int | None) -> None:
         """The decode loop beside us has read the prompt, of which so many tokens were cached; or it will not."""
         self.reading = None
-        if cached_tokens is None or self.prefilled is None:
-            return
-        hbm_tokens = min(self.prefilled.hbm_tokens, cached_tokens)
-        self.prefilled = msgspec.structs.replace(self.prefilled, cached_tokens=cached_tokens, hbm_tokens=hbm_tokens)
-        count_tokens(self.prefilled, self.prompt_tokens)
-        self.desk.promptness.took(self._clock() - self.began_s)
+        if cached_tokens is not None and self.prefilled is not None:
+            hbm_tokens = min(self.prefilled.hbm_tokens, cached_tokens)
+            self.prefilled = msgspec.structs.replace(self.prefilled, cached_tokens=cached_tokens, hbm_tokens=hbm_tokens)
+            count_tokens(self.prefilled, self.prompt_tokens)
+            self._read.end(self._clock())
+        self._read.give_up()
 
     # Effects
 
@@ -248,8 +251,6 @@ class PrefillJob(Job):
 
     async def _render(self) -> None:
         self.check_deadline()
-        if self.desk.promptness.too_late(self.first_by_s - self._clock(), self._bound_s):
-            raise FirstTokenLate(TOO_LATE_TO_BEGIN, retry_after_s=1.0)
         asked, info = self.intake.asked, self.desk.engine.info
         if asked.model not in (None, info.model):
             raise ModelNotFound(f"The model {asked.model!r} is not served here; {info.model!r} is.", param="model")
@@ -300,19 +301,21 @@ class PrefillJob(Job):
         # What has been delivered of the reply is read again as if it were prompt: decode continues after it.
         prompt = [*self._ids, *self._delivered]
         expected = self.desk.expects(self.salt, prompt)
-        self._little = len(prompt) - expected < self.desk.config.requests.direct_tokens_max
+        missing = len(prompt) - expected
+        if self.desk.promptness.too_late(missing, self.first_by_s - began_s, self._bound_s):
+            raise FirstTokenLate(TOO_LATE_TO_BEGIN, retry_after_s=1.0)
+        self._read = self.desk.promptness.begin(missing, began_s)
+        self._little = missing < self.desk.config.requests.direct_tokens_max
         if prompt_logprobs(self._tree) is None:
             self._stays = await self._at_home()
             if self._stays or self._little:
                 self._go_direct(expected if self._stays else 0)
                 return
-        klass = self.intake.klass
-        prefilled = await self.desk.visits.prefill(
-            self.holding.claim, klass, prompt, expected, self.salt, self._tree, self.span.context, self.check_deadline
-        )
+        what = (self.holding.claim, self.intake.klass, prompt, expected, self.salt, self._tree, self.span.context)
+        prefilled = await self.desk.visits.prefill(*what, self.check_deadline)
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
-        self.desk.promptness.took(self._clock() - self.began_s)
+        self._read.end(self._clock())
         metrics.PREFILL_SECONDS.observe(self._clock() - began_s)
         count_tokens(self.prefilled, len(prompt))
         self.happen(Event.STORED)

@@ -22,8 +22,14 @@ SEQUENCES: Final = 32
 BOTH: Final = "[requests]\ndirect_tokens_max = 256\n"
 """A prompt whose creator's persona is warm is computed where it is decoded, in the same steps."""
 
+IN_TIME: Final = "first_token_s = 1.0\n"
+"""The SLO's bound: whose reply cannot begin by then is refused, and counts as not good."""
+
 SMALL_STEP: Final = 32
 """Tokens, no fewer than sequences: a long step is the longest gap in every reply beside it; these take 30 to 60 ms of a core."""
+
+
+SMALL_STEPS: Final = f"[both]\nmax_num_batched_tokens = {SMALL_STEP}\n"
 
 
 def vllm(site: Site) -> Side:
@@ -104,7 +110,6 @@ SIDES: Final[Mapping[str, Recipe]] = {
     "vllm-router-pd": vllm_router_pd,
     "headrace-split": lambda site: headrace(site, 1, 1, 0, ""),
     "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH),
-    "headrace-both-small-steps": lambda site: headrace(
-        site, 0, 0, 2, f"{BOTH}[both]\nmax_num_batched_tokens = {SMALL_STEP}\n"
-    ),
+    "headrace-both-small-steps": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{SMALL_STEPS}"),
+    "headrace-both-in-time": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{IN_TIME}{SMALL_STEPS}"),
 }
