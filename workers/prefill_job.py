@@ -189,7 +189,7 @@ class PrefillJob(Job):
             self.desk.leases.let_go(self._lease)
             self.desk.weigh(-self._weight)
             if self.reading is None or self.ended_by is not Event.ACCEPTED:
-                self._read.give_up()
+                self._read.give_up(self._clock())
             await self._counting.end()
 
     def resend(self, index: int) -> None:
@@ -211,7 +211,7 @@ class PrefillJob(Job):
             self.prefilled = msgspec.structs.replace(self.prefilled, cached_tokens=cached_tokens, hbm_tokens=hbm_tokens)
             count_tokens(self.prefilled, self.prompt_tokens)
             self._read.end(self._clock())
-        self._read.give_up()
+        self._read.give_up(self._clock())
 
     # Effects
 
@@ -302,7 +302,7 @@ class PrefillJob(Job):
         prompt = [*self._ids, *self._delivered]
         expected = self.desk.expects(self.salt, prompt)
         missing = len(prompt) - expected
-        if self.desk.promptness.too_late(missing, self.first_by_s - began_s, self._bound_s):
+        if self.desk.promptness.too_late(missing, began_s, self.first_by_s, self._bound_s):
             raise FirstTokenLate(TOO_LATE_TO_BEGIN, retry_after_s=1.0)
         self._read = self.desk.promptness.begin(missing, began_s)
         self._little = missing < self.desk.config.requests.direct_tokens_max

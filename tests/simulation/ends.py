@@ -60,10 +60,21 @@ class Ends:
             yield f"{order.id} has a bad {order.bad}, and got a reply"
         if isinstance(end, ErrorBody) and (why := self._unjust(client, end)):
             yield f"{order.id} ended with {end.code} after {client.tokens} tokens, and {why}: {end.message}"
-        if order.poison and end is not None and _code(end) != "poison" and client.at not in self._away:
+        if (
+            order.poison
+            and end is not None
+            and client.at not in self._away
+            and not self._ends_as_poison(order, _code(end))
+        ):
             yield f"{order.id} is poison, and ended otherwise: {end}"
         if isinstance(client, Producer):
             yield from self._heard(client)
+
+    def _ends_as_poison(self, order: Order, code: str) -> bool:
+        return code == "poison" or (code == "first_token_late" and self._bounded(order))
+
+    def _bounded(self, order: Order) -> bool:
+        return self._plan.config.requests.first_token_s > 0 and order.klass == "interactive"
 
     def _same(self, client: Client) -> Iterator[str]:
         """Whether it is a part of, or the whole of, what could have been drawn in one piece."""
@@ -101,8 +112,9 @@ class Ends:
             case "reply_lost":
                 cut_short = (is_stateful(order.sampling) or order.n > 1) and client.tokens
                 return "" if cut_short or client.at in self._away else "its gateway was not away"
-            case "poison":
-                return "" if order.poison else "it is none"
+            case "poison" | "first_token_late":
+                may = order.poison if error.code == "poison" else self._bounded(order) and not client.tokens
+                return "" if may else "it is none, or may take its time"
             case _:
                 return "" if error.code == REFUSALS.get(order.bad or "") else "nothing was drawn that leads to it"
 

@@ -83,6 +83,9 @@ REFERRED_SHARE: Final = 0.3
 TURNING_SHARE: Final = 0.25
 """Worlds with workers for both."""
 
+PROMPT_SHARE: Final = 0.15
+"""Worlds with a bound for first tokens."""
+
 LARGEST_TOKENS: Final = 72
 """Of prompt and reply, in such a world. What its prefills may need is withheld from decode: nine blocks for each."""
 
@@ -179,7 +182,15 @@ def draw(seed: int) -> Plan:
     others = random.Random(f"{seed}/producers")
     plan = _mixed(_fate(_peopled(plan, others), others), random.Random(f"{seed}/classes"))
     plan = _referring(_several(plan, random.Random(f"{seed}/choices")), random.Random(f"{seed}/references"))
-    return _turning(plan, random.Random(f"{seed}/roles"))
+    return _prompt(_turning(plan, random.Random(f"{seed}/roles")), random.Random(f"{seed}/promptness"))
+
+
+def _prompt(plan: Plan, chance: random.Random) -> Plan:
+    """In some worlds a reply must begin in time."""
+    if chance.random() >= PROMPT_SHARE:
+        return plan
+    requests = msgspec.structs.replace(plan.config.requests, first_token_s=chance.choice((0.3, 0.6, 1.5)))
+    return msgspec.structs.replace(plan, config=msgspec.structs.replace(plan.config, requests=requests))
 
 
 def _referring(plan: Plan, chance: random.Random) -> Plan:
