@@ -233,7 +233,8 @@ class PrefillJob(Job):
             answer = await self.holding.claim_it(follows, self._referred.persona if self._referred else 0)
             if isinstance(answer, Go):
                 self._delivered = unpack_ids(answer.ids)
-                if self._bound_s and not self._delivered:  # else it has begun, and goes on
+                # What has begun goes on; and where nobody can say of what comes again whether it has.
+                if self._bound_s and not self._delivered and (self.holding.arbitrated or not self.again):
                     self.first_by_s = self.ack.stored_at_s + self._bound_s + self._clock() - outside.unix_s()
                 if self._referred is not None:
                     self._referred.go(answer.persona)

@@ -74,6 +74,7 @@ class Ends:
         return code == "poison" or (code == "first_token_late" and self._bounded(order))
 
     def _bounded(self, order: Order) -> bool:
+        """To a mere subscriber it may have begun before the broker died, which then delivers it for the first time again."""
         return self._plan.config.requests.first_token_s > 0 and order.klass == "interactive"
 
     def _same(self, client: Client) -> Iterator[str]:
@@ -113,8 +114,8 @@ class Ends:
                 cut_short = (is_stateful(order.sampling) or order.n > 1) and client.tokens
                 return "" if cut_short or client.at in self._away else "its gateway was not away"
             case "poison" | "first_token_late":
-                may = order.poison if error.code == "poison" else self._bounded(order) and not client.tokens
-                return "" if may else "it is none, or may take its time"
+                late = self._bounded(order) and (not client.tokens or isinstance(client, Subscriber))
+                return "" if (order.poison if error.code == "poison" else late) else "it is none, or may take its time"
             case _:
                 return "" if error.code == REFUSALS.get(order.bad or "") else "nothing was drawn that leads to it"
 
