@@ -83,7 +83,7 @@ KINDS: Final = {
     ),
     "real": Kind(
         sides=real.SIDES,
-        ours=("headrace-split", "headrace-both", "headrace-both-small-steps"),
+        ours=("headrace-split", "headrace-both", "headrace-both-small-steps", "headrace-both-in-time"),
         orders=workload.small,
         warm=workload.everybody,
         warm_up=(2, 32),
