@@ -28,7 +28,7 @@ def test_a_finished_request_is_told_by_its_reply_and_by_its_clients_name(broker:
         settings = config_for(broker.url)
         async with fleet(settings), serving(settings) as served:
             await until_ready(served.client)
-            reply = (await served.ask(headers={"x-request-id": "mine", "x-creator-id": "ada"})).json()
+            reply = (await served.ask(headers={"x-request-id": "mine", "x-creator-id": "lovelace"})).json()
             shown, said = await trace_of(config, reply["id"]), await trace_of(config, "mine", "--json")
         assert (shown.exit_code, said.exit_code) == (0, 0), shown.output + said.output
         records = [json.loads(line) for line in said.stdout.splitlines()]
@@ -39,7 +39,7 @@ def test_a_finished_request_is_told_by_its_reply_and_by_its_clients_name(broker:
         gateway = records[0]
         assert sum(gateway["stages"].values()) <= gateway["took_s"] * 1.001
         assert list(gateway["stages"]) == [stage for stage in STAGES if stage != "work"]
-        assert "ada" not in said.stdout
+        assert "lovelace" not in said.stdout
         for stage in ("accept", "render", "prefill", "decode"):
             assert f"\n  {stage} " in shown.stdout
         assert "prefill-1: handed_off after" in shown.stdout

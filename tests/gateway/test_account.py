@@ -23,7 +23,7 @@ from tests.nats_server import NatsServer
 pytestmark = pytest.mark.anyio
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
-HEADERS = {"x-request-id": "mine", "x-creator-id": "ada", "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+HEADERS = {"x-request-id": "mine", "x-creator-id": "lovelace", "traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_a_whole_reply_is_one_line_with_all_that_helps_to_find_it(served: 
         "decode-1",
     )
     assert line["ttft_ms"] <= line["took_ms"]
-    assert "ada" not in lines.getvalue()
+    assert "lovelace" not in lines.getvalue()
     assert "hello" not in lines.getvalue()
     [record] = remembered(served)
     assert record.request == line["request"]
@@ -167,5 +167,5 @@ async def test_an_operator_may_have_creators_named_and_lines_left_out(broker: Na
             assert (await served.ask(headers=HEADERS)).status_code == 200
             [record] = remembered(served)
         tasks.cancel_scope.cancel()
-    assert record.creator == "ada"
+    assert record.creator == "lovelace"
     assert not said(lines)

@@ -33,7 +33,7 @@ async def top(config: Path, *arguments: str) -> Result:
 async def busy(made: Fleet, served: Stack, tasks: anyio.abc.TaskGroup) -> str:
     """Two whole replies and one that goes on; the id of the first."""
     await until_ready(served.client)
-    replies = [(await served.ask(headers={"x-creator-id": creator})).json() for creator in ("ada", "bob")]
+    replies = [(await served.ask(headers={"x-creator-id": creator})).json() for creator in ("lovelace", "bob")]
     tasks.start_soon(served.ask, HELLO | {"max_tokens": 400, "ignore_eos": True})
     await until(lambda: len(made.decode()._jobs._jobs) == 1)
     return str(replies[0]["id"].removeprefix("chatcmpl-"))
@@ -65,7 +65,7 @@ async def test_a_page_and_its_json_tell_of_all_that_runs(broker: NatsServer, con
     assert now["messages"] == 2 * len(subjects.CLASSES) + 2 * 2 + 2 * 1 + 1 + 1, "queues, prefill, decode, gateways"
     for part in ("2, 0 of 8 slots busy", "1 under way; 2 whole", "Where the time goes", request, "gateway-", "smollm2"):
         assert part in shown.stdout
-    assert "ada" not in shown.stdout + said.stdout
+    assert "lovelace" not in shown.stdout + said.stdout
 
 
 async def test_nobody_alive_and_no_streams_are_sentences(broker: NatsServer, config: Path) -> None:
