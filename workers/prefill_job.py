@@ -299,19 +299,19 @@ class PrefillJob(Job):
 
     async def _prefill(self) -> None:
         began_s = self._clock()
-        # What has been delivered of the reply is read again as if it were prompt: decode continues after it.
-        prompt = [*self._ids, *self._delivered]
+        prompt = [*self._ids, *self._delivered]  # what has been delivered is read again: decode continues after it
         expected = self.desk.expects(self.salt, prompt)
         missing = len(prompt) - expected
         if self.desk.promptness.too_late(missing, began_s, self.first_by_s, self._bound_s):
             raise FirstTokenLate(TOO_LATE_TO_BEGIN, retry_after_s=1.0)
-        self._read = self.desk.promptness.begin(missing, began_s)
-        self._little = missing < self.desk.config.requests.direct_tokens_max
-        if prompt_logprobs(self._tree) is None:
-            self._stays = await self._at_home()
-            if self._stays or self._little:
-                self._go_direct(expected if self._stays else 0)
-                return
+        plain = prompt_logprobs(self._tree) is None
+        self._little = plain and missing < self.desk.config.requests.direct_tokens_max
+        self._stays = plain and await self._at_home()
+        if self._bound_s and (self._stays or not self._little):  # what goes elsewhere is not read here
+            self._read = self.desk.promptness.begin(missing, self._clock())
+        if self._stays or self._little:
+            self._go_direct(expected if self._stays else 0)
+            return
         what = (self.holding.claim, self.intake.klass, prompt, expected, self.salt, self._tree, self.span.context)
         prefilled = await self.desk.visits.prefill(*what, self.check_deadline)
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
@@ -337,8 +337,7 @@ class PrefillJob(Job):
     def _go_direct(self, found: int) -> None:
         """Decode computes what is missing. Nothing is generated here."""
         self.prefilled = Prefilled(cached_tokens=found, generated_tokens=0, hbm_tokens=found)
-        if self._little:
-            metrics.PREFILLS_SKIPPED.inc()
+        metrics.PREFILLS_SKIPPED.inc(int(self._little))
         self.happen(Event.STORED)
 
     async def _hand_off(self) -> None:
@@ -378,7 +377,6 @@ class PrefillJob(Job):
     def _handoff(self, grant: Grant) -> Handoff:
         assert self.prefilled is not None
         direct = self.prefilled.generated_tokens == 0
-        elsewhere = direct and self.reading is None
         return Handoff(
             request=self.address.request,
             klass=self.intake.klass,
@@ -399,7 +397,7 @@ class PrefillJob(Job):
             cached_tokens=min(self.prefilled.cached_tokens, len(self._ids)),
             prefill_generated_tokens=self.prefilled.generated_tokens,
             prefill=self.desk.me.id,
-            hbm_tokens=0 if elsewhere else min(self.prefilled.hbm_tokens, len(self._ids)),
+            hbm_tokens=0 if direct and self.reading is None else min(self.prefilled.hbm_tokens, len(self._ids)),
             direct=direct,
             reads=self.reading is not None and not self._little,
             talk=self._referred.talk if self._referred else None,

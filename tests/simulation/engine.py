@@ -14,9 +14,8 @@ import anyio
 
 from pipeline.config import Config
 from pipeline.protocol.arrangement import Role
-from pipeline.protocol.pieces import Echo
 from tests.simulation.plan import POISON
-from workers.engines.port import NO_ECHO, Prefilled, Step
+from workers.engines.port import Prefilled, Step
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.model import Job
 from workers.engines.simulated.reply import Reply, Sampling, sampling_of
@@ -81,23 +80,12 @@ class SimEngine(SimulatedEngine):
             await anyio.sleep_forever()
         return await super().prefill(key, token_ids, salt, chat, trace=trace)
 
-    async def decode(
-        self,
-        key: str,
-        token_ids: Sequence[int],
-        salt: str,
-        chat: Mapping[str, Any],
-        max_tokens: int,
-        delivered: Sequence[int] = (),
-        echo: Echo = NO_ECHO,
-        here: bool = False,
-        trace: Mapping[str, str] | None = None,
-    ) -> AsyncGenerator[Step, None]:
+    async def decode(self, key: str, token_ids: Sequence[int], *args: Any, **names: Any) -> AsyncGenerator[Step, None]:
         """As the engine's, which reads the prompt where nobody has."""
         if _POISON in token_ids:
             self._killed()
             await anyio.sleep_forever()
-        steps = super().decode(key, token_ids, salt, chat, max_tokens, delivered, echo, here, trace)
+        steps = super().decode(key, token_ids, *args, **names)
         async with aclosing(steps):
             async for step in steps:
                 yield step
