@@ -124,6 +124,11 @@ class Reply:
         return [self.end] if isinstance(self.end, Done) else []
 
     @property
+    def lost_with_holder(self) -> bool:
+        """The client has seen of it, and nobody else can go on."""
+        return self._seen and not self.continues
+
+    @property
     def news(self) -> bool:
         """Whether there is something to take."""
         return bool(self._parts)

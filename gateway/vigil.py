@@ -1,9 +1,9 @@
 """The gateway's watch over those who work for it, and over itself.
 
 Several times a second it looks whether the holder of each open reply still lives, and gives a dead one's message back, so that
-the next worker has it at once and not only after the lease. After it was away itself, it trusts nothing that it has not heard
-since; and where it was away so long that workers may have dropped its requests, it asks each holder to go on, and ends what
-nobody answers for.
+the next worker has it at once and not only after the lease. For one that is a word behind it asks the broker, which knows
+whether anybody listens there. After it was away itself, it trusts nothing that it has not heard since; and where it was away so
+long that workers may have dropped its requests, it asks each holder to go on, and ends what nobody answers for.
 """
 
 import asyncio
@@ -12,11 +12,12 @@ from typing import Final
 
 from gateway.replies import Replies, Reply
 from pipeline import outside
-from pipeline.bus.connection import Bus
+from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError, Disconnected
 from pipeline.errors import ReplyLost
 from pipeline.limits import PRESENCE_PERIOD_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
+from pipeline.protocol.messages import Gone, Notice, encode
 from pipeline.protocol.presence import Presences
 from pipeline.telemetry import logs, metrics
 
@@ -25,6 +26,9 @@ HEARS_ITSELF_WITHIN_S: Final = 1.5 * PRESENCE_PERIOD_S
 """A connection on which our own presence does not come back brings nobody else's either."""
 
 LOST: Final = ReplyLost("The gateway was away, and nobody works on this reply any more: send it again.").body()
+
+ARE_YOU_THERE: Final = encode(Notice("", "", Gone()))
+"""A notice about no claim: a worker that lives lets it pass, and for one that does not the broker answers."""
 
 log = logs.get("gateway")
 
@@ -38,12 +42,15 @@ class Vigil:
         self._presences = presences
         self._replies = replies
         self.accuser = accuser
+        self._inbox = bus.inbox()
+        self._asked_s: dict[str, float] = {}
         self._silent_from_s: float | None = None
 
     async def run(self) -> None:
         """Watch until cancelled."""
         self._bus.on_disconnect(self._disconnected)
         self._bus.on_reconnect(self._reconnected)
+        await self._bus.subscribe(f"{self._inbox}.>", self.answered)
         while True:
             asked_s = outside.monotonic_s()
             await asyncio.sleep(PERIOD_S)
@@ -64,8 +71,14 @@ class Vigil:
         for reply in self._replies.all():
             if reply.answer_by_s is not None and now_s > reply.answer_by_s:
                 reply.finish(LOST)
-            # Not until now: what was said since our own last word came back may still be on its way.
-            self._judge(reply, self._presences.heard_s("gateway", self._process))
+        self._judge_all()
+        self._ask_for_the_silent(now_s)
+
+    def _judge_all(self) -> None:
+        # Not until now: what was said since our own last word came back may still be on its way.
+        until_s = self._presences.heard_s("gateway", self._process)
+        for reply in self._replies.all():
+            self._judge(reply, until_s)
 
     def was_away(self, now_s: float) -> None:
         """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
@@ -88,13 +101,31 @@ class Vigil:
             return
         if reply.last_frame_s is not None:
             self.accuser.heard(claim.holder, claim.epoch, reply.last_frame_s)
-        if self.accuser.accuses(claim, until_s):
+        if self.accuser.accuses(claim, until_s, loses=reply.lost_with_holder):
             log.warning("worker_silent", holder=claim.holder, request=reply.request)
             metrics.ACCUSATIONS.inc()
-            try:
-                self._bus.post(claim.ack, b"-NAK")
-            except Disconnected:
-                log.warning("not_said", subject=claim.ack)
+            self._post(claim.ack, b"-NAK")
+
+    def _ask_for_the_silent(self, now_s: float) -> None:
+        """Ask the broker, once a look, for each holder that is a word behind."""
+        claims = (reply.receiver.arbiter.last for reply in self._replies.all())
+        silent = {claim.holder for claim in claims if claim is not None and self.accuser.wonders(claim, now_s)}
+        self._asked_s = dict.fromkeys(silent, now_s)
+        for holder in silent:
+            self._post(holder, ARE_YOU_THERE, f"{self._inbox}.{holder}")
+
+    def answered(self, message: Message) -> None:
+        """The broker says that nobody listens there. What the worker had said before it died has come before this."""
+        holder = message.subject.removeprefix(f"{self._inbox}.")
+        if message.nobody_listens and holder in self._asked_s:
+            self.accuser.absent(holder, self._asked_s[holder])
+            self._judge_all()
+
+    def _post(self, subject: str, data: bytes, reply: str = "") -> None:
+        try:
+            self._bus.post(subject, data, reply)
+        except Disconnected:
+            log.warning("not_said", subject=subject)
 
     def _disconnected(self) -> None:
         self._silent_from_s = outside.monotonic_s()

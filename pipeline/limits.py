@@ -45,6 +45,9 @@ PRESENCE_SILENT_MAX_S: Final = 0.8
 ACCUSE_SILENT_S: Final = 0.4
 """Two presence periods without a word or a frame: a worker is taken for dead, by an accuser that trusts itself."""
 
+ASK_BROKER_SILENT_S: Final = 1.25 * PRESENCE_PERIOD_S
+"""A worker that is a word behind may be dead: the broker is asked, which knows at once whether anybody listens there."""
+
 ACCUSE_SILENT_MAX_S: Final = 1.6
 """Patience with a worker that was accused wrongly. Beyond `ACK_WAIT_S` the broker has brought the message back anyway."""
 

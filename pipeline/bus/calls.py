@@ -5,12 +5,10 @@ connection; nats-py's own requests would sit a lost connection out.
 """
 
 import asyncio
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from pipeline.bus.client import Message
 from pipeline.bus.errors import BusError, Disconnected, NoResponders, Unanswered
-
-_NO_RESPONDERS: Final = "503"
 
 
 class Call(NamedTuple):
@@ -57,7 +55,7 @@ class Calls:
         call = self._open.get(message.subject)
         if call is None or call.answer.done():
             return
-        if message.headers and not message.data and message.headers.get("Status") == _NO_RESPONDERS:
+        if message.nobody_listens:
             call.answer.set_exception(NoResponders(f"Nobody listens on {call.subject}."))
         else:
             call.answer.set_result(message.data)

@@ -30,6 +30,8 @@ from pipeline.bus.access import Access
 UNSENT_BYTES_MAX: Final = 2 * 1024 * 1024
 """What may wait for the socket: nats-py's own bound, and two of the largest messages. Above it, `publish` waits."""
 
+_NO_RESPONDERS: Final = "503"
+
 
 class Message(NamedTuple):
     """A message as a handler gets it. `reply` is empty where nobody waits for an answer."""
@@ -38,6 +40,11 @@ class Message(NamedTuple):
     reply: str
     data: bytes
     headers: Mapping[str, str] | None
+
+    @property
+    def nobody_listens(self) -> bool:
+        """What the broker answers itself, to a question that reached no subscription."""
+        return not self.data and self.headers is not None and self.headers.get("Status") == _NO_RESPONDERS
 
 
 Handler = Callable[[Message], None]

@@ -5,20 +5,26 @@ one would restart healthy work, and a paused or overloaded accuser sees everybod
 
 * the accuser trusts itself: it is connected, and its own loop has run on time for as long as the silence has lasted;
 * the worker, in the life that claimed, has been heard neither by presence nor by frames nor by claims for as long as patience
-  with it lasts, or has begun a new life;
+  with it lasts, or has begun a new life, or the broker says that nobody listens there any more;
 * it names the claim that is the last one, and names it once.
 
 Patience begins at `ACCUSE_SILENT_S`. A worker that speaks again in the life for which it was accused was only slow, as
 everything is on an overloaded machine, where restarting its work would add to the load: patience with it doubles, up to where the
-broker brings the message back anyway.
+broker brings the message back anyway. So long it lasts from the start where an accusation would lose what it means to save: a
+reply that has been seen and that nobody else can continue.
+
+The kernel closes the connections of a process that dies, and with them its subscriptions: a broker that finds no responders
+shows a death long before silence does. It shows nothing of a worker that was not heard since we trust ourselves: after a
+broker's restart it may come back later than we.
 """
 
+import math
 from collections import OrderedDict
 from typing import Final
 
 import msgspec
 
-from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, PRESENCE_PERIOD_S
+from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, PRESENCE_PERIOD_S
 from pipeline.protocol.messages import Claim
 
 ACCUSED_REMEMBERED: Final = 4096
@@ -30,6 +36,8 @@ class _Known(msgspec.Struct):
     heard_s: float
     patience_s: float = ACCUSE_SILENT_S
     accused: bool = False
+    absent_s: float = -math.inf
+    """When the broker was last asked for it in vain."""
 
 
 class Accuser:
@@ -60,19 +68,40 @@ class Accuser:
                 known.accused = False
                 known.patience_s = min(2 * known.patience_s, ACCUSE_SILENT_MAX_S)
 
-    def accuses(self, claim: Claim, until_s: float) -> bool:
-        """Whether to NAK this claim's message, where the worker would have been heard until `until_s`. True once a claim."""
-        if claim.claim in self._accused or not self._is_dead(claim, until_s):
+    def wonders(self, claim: Claim, now_s: float) -> bool:
+        """Whether to ask the broker for the claim's holder: it is a word behind, and the answer would prove something."""
+        known = self._known.get(claim.holder)
+        if known is None or claim.claim in self._accused:
+            return False
+        return known.heard_s > self._trusted_from_s and now_s - known.heard_s > ASK_BROKER_SILENT_S
+
+    def absent(self, worker: str, asked_s: float) -> None:
+        """The broker, asked at that time, knows nobody who listens there."""
+        known = self._known.get(worker)
+        if known is not None:
+            known.absent_s = max(known.absent_s, asked_s)
+
+    def accuses(self, claim: Claim, until_s: float, *, loses: bool = False) -> bool:
+        """Whether to NAK this claim's message, where the worker would have been heard until `until_s`. True once a claim.
+
+        `loses`: the reply cannot be continued, and ends with an error where its holder lives.
+        """
+        if claim.claim in self._accused or not self._is_dead(claim, until_s, loses=loses):
             return False
         self._accused[claim.claim] = None
         if len(self._accused) > ACCUSED_REMEMBERED:
             self._accused.popitem(last=False)
         return True
 
-    def _is_dead(self, claim: Claim, until_s: float) -> bool:
+    def _is_dead(self, claim: Claim, until_s: float, *, loses: bool) -> bool:
         known = self._known.setdefault(claim.holder, _Known(claim.epoch, self._trusted_from_s))
         if known.epoch > claim.epoch:
             return True
-        dead = until_s - max(known.heard_s, self._trusted_from_s) > known.patience_s
+        silence_s = until_s - max(known.heard_s, self._trusted_from_s)
+        if loses:
+            return silence_s > ACCUSE_SILENT_MAX_S
+        if known.absent_s > known.heard_s > self._trusted_from_s:
+            return True
+        dead = silence_s > known.patience_s
         known.accused |= dead
         return dead

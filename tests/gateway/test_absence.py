@@ -11,7 +11,7 @@ from gateway import vigil
 from gateway.replies import Replies
 from gateway.vigil import Vigil
 from pipeline import outside
-from pipeline.bus.connection import Bus
+from pipeline.bus.connection import Bus, Handler
 from pipeline.limits import RECEIVER_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.messages import From, Notice, encode
@@ -42,6 +42,9 @@ class Line(Posted):
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
         self.find = callback
+
+    async def subscribe(self, subject: str, handler: Handler) -> None:
+        """Nothing comes."""
 
     async def barrier(self) -> None:
         """Everything has been read."""

@@ -44,7 +44,10 @@ class Posted:
     def connected(self) -> bool:
         return not self.lost
 
-    def post(self, subject: str, data: bytes) -> None:
+    def inbox(self) -> str:
+        return "inbox"
+
+    def post(self, subject: str, data: bytes, reply: str = "") -> None:
         if self.lost:
             raise Disconnected("There is no connection.")
         self.said.append((subject, data))

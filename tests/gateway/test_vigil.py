@@ -1,21 +1,24 @@
 """The gateway's watch: the dead are accused, the living are not, and after its own absence it asks before it gives up."""
 
+import itertools
 from collections.abc import Iterator
 from typing import cast
 
 import pytest
 
 from gateway.replies import ANSWER_WITHIN_S, Replies
-from gateway.vigil import LOST, Vigil
+from gateway.vigil import ARE_YOU_THERE, LOST, Vigil
 from pipeline import outside
-from pipeline.bus.connection import Bus
-from pipeline.limits import ACCUSE_SILENT_S, RECEIVER_SILENT_MAX_S
+from pipeline.bus.connection import Bus, Message
+from pipeline.limits import ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
 from pipeline.protocol.messages import From, Notice, Presence, encode
 from pipeline.protocol.presence import Presences
 from tests.gateway.test_replies import Posted, claim, message, tokens
 
 pytestmark = pytest.mark.anyio
+
+ASKED = ("holder.1", ARE_YOU_THERE)
 
 
 class Clock:
@@ -54,6 +57,10 @@ class Watched:
     def speaks(self, epoch: str = "1") -> None:
         self.presences.heard(Presence(role="decode", id="1", epoch=epoch, ready=True), self.clock.now_s)
 
+    def broker_says(self, status: str) -> None:
+        """Of the worker that was asked for."""
+        self.vigil.answered(Message("inbox.holder.1", "", b"", {"Status": status}))
+
     def later(self, passed_s: float, *, hears: bool = True) -> list[tuple[str, bytes]]:
         self.clock.now_s += passed_s
         if hears:
@@ -80,6 +87,38 @@ async def test_a_worker_that_dies_has_its_message_given_back_once(watched: Watch
     assert watched.later(ACCUSE_SILENT_S - 0.01) == []
     assert watched.later(0.02) == [("ack", b"-NAK")]
     assert watched.later(1.0) == []
+
+
+async def test_one_that_the_broker_does_not_know_any_more_is_given_up_sooner(watched: Watched) -> None:
+    watched.later(0.01)
+    watched.speaks()
+    assert watched.later(ASK_BROKER_SILENT_S - 0.01) == []
+    assert watched.later(0.02) == [ASKED]
+    watched.broker_says("503")
+    assert watched.bus.take() == [("ack", b"-NAK")]
+    assert watched.later(0.01) == [], "neither asked for nor accused again"
+
+
+async def test_one_that_is_asked_for_and_speaks_is_left_alone(watched: Watched) -> None:
+    watched.later(0.01)
+    watched.speaks()
+    assert watched.later(ASK_BROKER_SILENT_S + 0.01) == [ASKED]
+    watched.speaks()
+    watched.later(0.01)
+    watched.broker_says("503")
+    assert watched.bus.take() == []
+
+
+async def test_what_only_its_holder_can_finish_is_waited_for(watched: Watched) -> None:
+    """An accusation would end a reply that its client has begun to read."""
+    watched.reply.continues = False
+    watched.replies.on_frames(message([tokens("r", 0, "x")]))
+    watched.reply.take()
+    watched.speaks()
+    said = [watched.later(0.1) for _ in range(15)]
+    watched.broker_says("503")
+    assert ("ack", b"-NAK") not in [*itertools.chain(*said), *watched.bus.take()]
+    assert ("ack", b"-NAK") in [*watched.later(0.1), *watched.later(0.1)]
 
 
 async def test_a_worker_that_speaks_or_sends_frames_is_left_alone(watched: Watched) -> None:

@@ -1,6 +1,6 @@
 """Accusing: the dead once, the living never, and nobody while the accuser cannot trust itself."""
 
-from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, PRESENCE_PERIOD_S
+from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, PRESENCE_PERIOD_S
 from pipeline.protocol.accuser import ACCUSED_REMEMBERED, Accuser
 from pipeline.protocol.messages import Claim
 
@@ -85,3 +85,51 @@ def test_only_so_many_accusations_are_remembered() -> None:
         assert accuser.accuses(claim(f"{number}"), LATE_S)
     assert accuser.accuses(claim("0"), LATE_S)
     assert not accuser.accuses(claim(f"{ACCUSED_REMEMBERED}"), LATE_S)
+
+
+def test_the_broker_is_asked_for_who_is_a_word_behind() -> None:
+    accuser = Accuser(0.0)
+    assert not accuser.wonders(claim(), 1.0), "never heard of"
+    accuser.heard("holder.p", "1", 1.0)
+    assert not accuser.wonders(claim(), 1.0 + ASK_BROKER_SILENT_S)
+    assert accuser.wonders(claim(), 1.01 + ASK_BROKER_SILENT_S)
+    assert accuser.accuses(claim(), 1.0 + LATE_S)
+    assert not accuser.wonders(claim(), 1.0 + LATE_S), "it is accused already"
+
+
+def test_who_listens_nowhere_is_dead() -> None:
+    accuser = Accuser(0.0)
+    accuser.absent("holder.q", 0.9)
+    accuser.heard("holder.p", "1", 1.0)
+    accuser.absent("holder.p", 1.1)
+    assert accuser.accuses(claim(), 1.1)
+    assert not accuser.accuses(claim(), 1.1), "once"
+
+
+def test_who_speaks_after_the_broker_was_asked_lives() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    accuser.absent("holder.p", 1.1)
+    accuser.absent("holder.p", 1.05)
+    accuser.heard("holder.p", "1", 1.2)
+    assert not accuser.accuses(claim(), 1.2)
+
+
+def test_after_a_broker_s_restart_a_worker_may_come_back_later_than_its_accuser() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    accuser.distrust_myself(1.5)
+    assert not accuser.wonders(claim(), 1.8)
+    accuser.absent("holder.p", 1.6)
+    assert not accuser.accuses(claim(), 1.8)
+    assert accuser.accuses(claim(), 1.5 + LATE_S)
+
+
+def test_what_an_accusation_would_lose_is_waited_for_as_long_as_the_broker_waits() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    accuser.absent("holder.p", 1.1)
+    assert not accuser.accuses(claim(), 1.0 + ACCUSE_SILENT_MAX_S, loses=True)
+    assert accuser.accuses(claim(), 1.01 + ACCUSE_SILENT_MAX_S, loses=True)
+    accuser.heard("holder.p", "2", 3.0)
+    assert accuser.accuses(claim("d"), 3.0, loses=True), "a new life has nothing of the old one's"
