@@ -16,7 +16,7 @@ from gateway.openai import model_card
 from gateway.playground import playground
 from gateway.routing import Routing
 from pipeline import asyncapi, openapi, outside
-from pipeline.errors import InvalidField, KeyUnknown, ModelNotFound
+from pipeline.errors import InvalidField, KeyUnknown, ModelNotFound, NotAllowed
 from pipeline.protocol.keys import Key
 from pipeline.protocol.openai import ModelList, Readiness
 from pipeline.protocol.presence import Presences
@@ -47,6 +47,10 @@ class Guard:
     def who(self, request: Request) -> Key | None:
         """Whose key a request has. Raises `KeyUnknown`."""
         return self._guests.who(dict(request.scope["headers"]))
+
+    def reader(self, request: Request, path: str) -> Key | None:
+        """Whose key a page is read with; None where all may read it. Raises `KeyUnknown`."""
+        return None if path in self._open else self.who(request)
 
     def over(self, path: str, page: Page) -> Page:
         """The page, for those who have a key, unless the operator has opened it."""
@@ -139,10 +143,13 @@ class Ops:
         return {model: length for model, length in models.items() if key is None or key.serves(model)}
 
     async def route(self, request: Request) -> Response:
-        """Where a creator's requests go, and why."""
+        """Where a creator's requests go, and why: for those who may ask for them."""
+        creator, key = request.path_params["creator"], self._guard.reader(request, "/v1/routes")
         try:
-            told = explain(request.path_params["creator"], self._routing, self._presences, outside.monotonic_s)
-        except InvalidField as error:  # no name at all
+            if key is not None:
+                key.check_creator(creator)
+            told = explain(creator, self._routing, self._presences, outside.monotonic_s)
+        except (InvalidField, NotAllowed) as error:  # no name at all, or another's
             return refusal(error.body())
         return _json_response(told)
 

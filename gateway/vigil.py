@@ -1,7 +1,7 @@
 """The gateway's watch over those who work for it, and over itself.
 
 Several times a second it looks whether the holder of each open reply still lives, and gives a dead one's message back, so that
-the next worker has it at once and not only after the lease. For one that is a word behind it asks the broker, which knows
+the next worker has it at once and not only after the lease. For one whose next word is due it asks the broker, which knows
 whether anybody listens there. After it was away itself, it trusts nothing that it has not heard since; and where it was away so
 long that workers may have dropped its requests, it asks each holder to go on, and ends what nobody answers for.
 """
@@ -17,7 +17,7 @@ from pipeline.bus.errors import BusError, Disconnected
 from pipeline.errors import ReplyLost
 from pipeline.limits import PRESENCE_PERIOD_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
-from pipeline.protocol.messages import Gone, Notice, encode
+from pipeline.protocol.messages import Claim, Gone, Notice, encode
 from pipeline.protocol.presence import Presences
 from pipeline.telemetry import logs, metrics
 
@@ -74,11 +74,14 @@ class Vigil:
         self._judge_all()
         self._ask_for_the_silent(now_s)
 
-    def _judge_all(self) -> None:
+    def _judge_all(self, holder: str | None = None) -> None:
+        """Judge all holders, or one."""
         # Not until now: what was said since our own last word came back may still be on its way.
         until_s = self._presences.heard_s("gateway", self._process)
         for reply in self._replies.all():
-            self._judge(reply, until_s)
+            claim = reply.receiver.arbiter.last
+            if claim is not None and holder in (None, claim.holder):
+                self._judge(reply, claim, until_s)
 
     def was_away(self, now_s: float) -> None:
         """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
@@ -95,9 +98,8 @@ class Vigil:
         with contextlib.suppress(BusError):
             await self._bus.barrier()
 
-    def _judge(self, reply: Reply, until_s: float) -> None:
-        claim = reply.receiver.arbiter.last
-        if claim is None or not self._bus.connected:
+    def _judge(self, reply: Reply, claim: Claim, until_s: float) -> None:
+        if not self._bus.connected:
             return
         if reply.last_frame_s is not None:
             self.accuser.heard(claim.holder, claim.epoch, reply.last_frame_s)
@@ -107,7 +109,9 @@ class Vigil:
             self._post(claim.ack, b"-NAK")
 
     def _ask_for_the_silent(self, now_s: float) -> None:
-        """Ask the broker, once a look, for each holder that is a word behind."""
+        """Ask the broker, once a look, for each holder whose next word is due."""
+        if not self._bus.connected:
+            return
         claims = (reply.receiver.arbiter.last for reply in self._replies.all())
         silent = {claim.holder for claim in claims if claim is not None and self.accuser.wonders(claim, now_s)}
         self._asked_s = dict.fromkeys(silent, now_s)
@@ -119,7 +123,7 @@ class Vigil:
         holder = message.subject.removeprefix(f"{self._inbox}.")
         if message.nobody_listens and holder in self._asked_s:
             self.accuser.absent(holder, self._asked_s[holder])
-            self._judge_all()
+            self._judge_all(holder)
 
     def _post(self, subject: str, data: bytes, reply: str = "") -> None:
         try:

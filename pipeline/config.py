@@ -14,6 +14,7 @@ import msgspec
 
 from pipeline.errors import OperatorError
 from pipeline.limits import RESERVE_RATIO, SPILL_BACK_LOAD, SPILL_LOAD
+from pipeline.protocol.arrangement import Role
 from pipeline.protocol.balancer import Rules
 from pipeline.protocol.classes import WEIGHTS, Weights
 from pipeline.protocol.keys import Key
@@ -265,6 +266,8 @@ class Up(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     decode: Count = 1
     both: Count = 0
     """Workers whose engine can be of either role, and is of both at first."""
+    begin_as: tuple[Role, ...] = ()
+    """The roles that the first of those begin in instead, in turn: a balancer, or an operator, moves them from there."""
     state_dir: str = "~/.cache/headrace"
     """The prepared model, and per run: logs, the broker's files."""
     start_timeout_s: PositiveFloat = 240.0

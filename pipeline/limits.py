@@ -45,11 +45,16 @@ PRESENCE_SILENT_MAX_S: Final = 0.8
 ACCUSE_SILENT_S: Final = 0.4
 """Two presence periods without a word or a frame: a worker is taken for dead, by an accuser that trusts itself."""
 
-ASK_BROKER_SILENT_S: Final = 1.25 * PRESENCE_PERIOD_S
-"""A worker that is a word behind may be dead: the broker is asked, which knows at once whether anybody listens there."""
+ASK_BROKER_SILENT_S: Final = 0.75 * PRESENCE_PERIOD_S
+"""A worker whose next word is due may be dead: the broker is asked, which knows at once whether anybody listens there."""
+
+ABSENT_RATIO: Final = 1 / 4
+"""Of the patience with a worker's silence, as long as nobody may listen there: a lost connection is back sooner. So a death shows
+after 0.25 to 0.3 s."""
 
 ACCUSE_SILENT_MAX_S: Final = 1.6
-"""Patience with a worker that was accused wrongly. Beyond `ACK_WAIT_S` the broker has brought the message back anyway."""
+"""Patience with a worker that was accused wrongly, or whose reply would be lost. Beyond `ACK_WAIT_S` the broker has brought the
+message back anyway."""
 
 RECEIVER_SILENT_MAX_S: Final = 2.0
 """Ten periods without a word: a receiver is taken for gone, and its requests are dropped. Longer than any broker's restart."""

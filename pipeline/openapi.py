@@ -107,7 +107,9 @@ def _paths() -> Node:
         },
         "/v1/routes/{creator}": {
             "parameters": [_in_path("creator")],
-            "get": _get("route", "Where a creator's requests go now, and why.", _body("application/json", {}), (401,)),
+            "get": _get(
+                "route", "Where a creator's requests go now, and why.", _body("application/json", {}), (401, 403)
+            ),
         },
         "/health": {"get": _open(_get("health", "The process answers.", {"description": "It does."}))},
         "/ready": {"get": _open(_ready())},

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -18,20 +17,9 @@ from typing import Final
 import psutil
 
 from pipeline.paths import NATS_CONFIG
+from tests.ports import free_port
 
 _READY_S: Final = 10.0
-
-_PORTS: Final = (20_000, 32_000)
-"""Below those that Linux gives to outgoing connections, which would take one before its server does."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listened on a moment ago, and that no outgoing connection is given."""
-    while True:
-        port = random.randrange(*_PORTS)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def binary() -> str:

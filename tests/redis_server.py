@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from tests.nats_server import free_port
+from tests.ports import free_port
 
 READY_S: Final = 10.0
 

@@ -107,7 +107,7 @@ def up(
     prefill: Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option("--decode", min=0, help="Decode workers.")] = None,
     both: Annotated[
-        int | None, typer.Option("--both", min=0, help="Workers that may be either, and begin as both.")
+        int | None, typer.Option("--both", min=0, help="Workers that may be either, and begin as up.begin_as says.")
     ] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="Of the gateway; 0 chooses a free one.")

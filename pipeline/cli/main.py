@@ -1,43 +1,49 @@
 """The program `headrace`: the pipeline's own commands, and those that the gateway and the workers offer.
 
-The pipeline may import neither, so they register theirs as entry points (`headrace.commands` in pyproject.toml). Command modules
-import what they need inside the command: `headrace --help` has to be quick.
+The pipeline may import neither, so they register theirs as entry points (`headrace.commands` in pyproject.toml). Where a command
+is named, only its module is loaded: a worker that is started again while its fleet is under load has to be quick.
 """
 
 import importlib.metadata
 import os
+import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
 from typing import Annotated, Final, NoReturn
 
 import typer
 
-from pipeline.cli import (
-    OPERATOR_EXIT,
-    bench,
-    calibrate,
-    chaos,
-    chat,
-    config,
-    control,
-    dlq,
-    doctor,
-    key,
-    persona,
-    plan,
-    record,
-    schema,
-    shards,
-    simulate,
-    streams,
-    top,
-    trace,
-)
-from pipeline.cli import credits as books
+from pipeline.cli import OPERATOR_EXIT
 from pipeline.errors import OperatorError
 
 GROUP: Final = "headrace.commands"
+
+OURS: Final = {
+    "bench": "pipeline.cli.bench:bench",
+    "calibrate": "pipeline.cli.calibrate:calibrate",
+    "chaos": "pipeline.cli.chaos:chaos",
+    "chat": "pipeline.cli.chat:chat",
+    "config": "pipeline.cli.config:app",
+    "credits": "pipeline.cli.credits:show",
+    "dlq": "pipeline.cli.dlq:app",
+    "doctor": "pipeline.cli.doctor:doctor",
+    "drain": "pipeline.cli.control:drain",
+    "key": "pipeline.cli.key:app",
+    "pause": "pipeline.cli.control:pause",
+    "persona": "pipeline.cli.persona:app",
+    "plan": "pipeline.cli.plan:plan",
+    "record": "pipeline.cli.record:record",
+    "resume": "pipeline.cli.control:resume",
+    "role": "pipeline.cli.control:role",
+    "schema": "pipeline.cli.schema:schema",
+    "shards": "pipeline.cli.shards:shards",
+    "simulate": "pipeline.cli.simulate:simulate",
+    "streams": "pipeline.cli.streams:app",
+    "top": "pipeline.cli.top:top",
+    "trace": "pipeline.cli.trace:trace",
+    "workers": "pipeline.cli.control:workers",
+}
+"""The pipeline's own commands."""
 
 ORDER: Final = (
     "up",
@@ -88,8 +94,8 @@ Every entry of the configuration may be set by a variable: HEADRACE__GATEWAY__PO
 """
 
 
-def program() -> typer.Typer:
-    """The command line with all its commands."""
+def program(asked: str | None = None) -> typer.Typer:
+    """The command line: with the command that is asked for alone where there is one of that name, else with all."""
     app = typer.Typer(
         help=HELP,
         no_args_is_help=True,
@@ -99,42 +105,15 @@ def program() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_global_options)
-    offered = dict(_offered())
-    for name in [*(name for name in ORDER if name in offered), *sorted(offered.keys() - set(ORDER))]:
-        command = offered[name]
+    offered = OURS | {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
+    ordered = [*(name for name in ORDER if name in offered), *sorted(offered.keys() - set(ORDER))]
+    for name in [asked] if asked in offered else ordered:
+        command = pkgutil.resolve_name(offered[name])
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name)
         else:
             app.command(name)(command)
     return app
-
-
-def _offered() -> Iterator[tuple[str, typer.Typer | Callable[..., None]]]:
-    yield "chat", chat.chat
-    yield "bench", bench.bench
-    yield "record", record.record
-    yield "streams", streams.app
-    yield "key", key.app
-    yield "schema", schema.schema
-    yield "persona", persona.app
-    yield "doctor", doctor.doctor
-    yield "workers", control.workers
-    yield "drain", control.drain
-    yield "pause", control.pause
-    yield "resume", control.resume
-    yield "role", control.role
-    yield "config", config.app
-    yield "credits", books.show
-    yield "shards", shards.shards
-    yield "top", top.top
-    yield "trace", trace.trace
-    yield "dlq", dlq.app
-    yield "chaos", chaos.chaos
-    yield "plan", plan.plan
-    yield "calibrate", calibrate.calibrate
-    yield "simulate", simulate.simulate
-    for entry in importlib.metadata.entry_points(group=GROUP):
-        yield entry.name, entry.load()
 
 
 def _version(wanted: bool) -> None:
@@ -154,7 +133,7 @@ def _global_options(
 def main() -> NoReturn:
     """Run the command line. People see sentences, and tracebacks only with HEADRACE_LOG=debug."""
     try:
-        program()()
+        program(sys.argv[1] if len(sys.argv) > 1 else None)()
     except Exception as error:
         sys.exit(explain(error))
     except KeyboardInterrupt:

@@ -11,11 +11,12 @@ one would restart healthy work, and a paused or overloaded accuser sees everybod
 Patience begins at `ACCUSE_SILENT_S`. A worker that speaks again in the life for which it was accused was only slow, as
 everything is on an overloaded machine, where restarting its work would add to the load: patience with it doubles, up to where the
 broker brings the message back anyway. So long it lasts from the start where an accusation would lose what it means to save: a
-reply that has been seen and that nobody else can continue.
+reply that has been seen and that nobody else can continue, from a worker that still listens.
 
 The kernel closes the connections of a process that dies, and with them its subscriptions: a broker that finds no responders
-shows a death long before silence does. It shows nothing of a worker that was not heard since we trust ourselves: after a
-broker's restart it may come back later than we.
+shows a death before silence does. A worker that has only lost its connection comes back within a moment, so the absence has to
+last: a quarter of the patience, or all of it where an accusation would lose the reply. It shows nothing of a worker that was not
+heard since we trust ourselves: after a broker's restart it may come back later than we.
 """
 
 import math
@@ -24,7 +25,7 @@ from typing import Final
 
 import msgspec
 
-from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, PRESENCE_PERIOD_S
+from pipeline.limits import ABSENT_RATIO, ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, PRESENCE_PERIOD_S
 from pipeline.protocol.messages import Claim
 
 ACCUSED_REMEMBERED: Final = 4096
@@ -36,8 +37,9 @@ class _Known(msgspec.Struct):
     heard_s: float
     patience_s: float = ACCUSE_SILENT_S
     accused: bool = False
-    absent_s: float = -math.inf
-    """When the broker was last asked for it in vain."""
+    absent_from_s: float = -math.inf
+    absent_until_s: float = -math.inf
+    """When the broker was first and last asked for it in vain, since it was last heard."""
 
 
 class Accuser:
@@ -69,7 +71,7 @@ class Accuser:
                 known.patience_s = min(2 * known.patience_s, ACCUSE_SILENT_MAX_S)
 
     def wonders(self, claim: Claim, now_s: float) -> bool:
-        """Whether to ask the broker for the claim's holder: it is a word behind, and the answer would prove something."""
+        """Whether to ask the broker for the claim's holder: its next word is due, and the answer would prove something."""
         known = self._known.get(claim.holder)
         if known is None or claim.claim in self._accused:
             return False
@@ -78,8 +80,11 @@ class Accuser:
     def absent(self, worker: str, asked_s: float) -> None:
         """The broker, asked at that time, knows nobody who listens there."""
         known = self._known.get(worker)
-        if known is not None:
-            known.absent_s = max(known.absent_s, asked_s)
+        if known is None or asked_s <= known.heard_s:
+            return
+        if known.absent_from_s <= known.heard_s:
+            known.absent_from_s = asked_s
+        known.absent_until_s = asked_s
 
     def accuses(self, claim: Claim, until_s: float, *, loses: bool = False) -> bool:
         """Whether to NAK this claim's message, where the worker would have been heard until `until_s`. True once a claim.
@@ -97,11 +102,14 @@ class Accuser:
         known = self._known.setdefault(claim.holder, _Known(claim.epoch, self._trusted_from_s))
         if known.epoch > claim.epoch:
             return True
-        silence_s = until_s - max(known.heard_s, self._trusted_from_s)
-        if loses:
-            return silence_s > ACCUSE_SILENT_MAX_S
-        if known.absent_s > known.heard_s > self._trusted_from_s:
-            return True
-        dead = silence_s > known.patience_s
+        absence_s = known.absent_until_s - known.absent_from_s if self._tells(known) else -math.inf
+        dead = (
+            until_s - max(known.heard_s, self._trusted_from_s) > (ACCUSE_SILENT_MAX_S if loses else known.patience_s)
+            or absence_s >= (1.0 if loses else ABSENT_RATIO) * known.patience_s
+        )
         known.accused |= dead
         return dead
+
+    def _tells(self, known: _Known) -> bool:
+        """Whether that nobody listens there says anything of a worker."""
+        return known.absent_from_s > known.heard_s > self._trusted_from_s

@@ -29,8 +29,9 @@ from pipeline.cli import http
 from pipeline.cli.tables import table
 from pipeline.protocol.keys import hash_of
 from tests.gateway.worker_double import Job, WorkerDouble
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
 from tests.percentiles import percentile_ms
+from tests.ports import free_port
 
 BODY: Final = msgspec.json.encode(
     {"messages": [{"role": "system", "content": "x" * 8000}, {"role": "user", "content": "?"}]}

@@ -21,7 +21,7 @@ from tests.benchmarks.peers import engine, figures, install, load, page, real, s
 from tests.benchmarks.peers.figures import Cell, Spread
 from tests.benchmarks.peers.side import Part, Running, Side, Unit
 from tests.benchmarks.peers.site import Site
-from tests.nats_server import free_port
+from tests.ports import free_port
 
 FIGURES = ("added_ttft_p50_ms", "goodput_per_s")
 

@@ -66,6 +66,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p90_ms: float
 
 
+class Elsewhere(AssertionError):
+    """Another worker than it should has served a request: the one that owns it was taken for dead, or was."""
+
+
 class Stand:
     """A running stack with two prefill workers or more."""
 
@@ -84,17 +88,19 @@ class Stand:
         return int(msgspec.json.decode(body)["prefill"]) >= 2
 
     async def measure(self, creator: str) -> list[Sample]:
-        """The three requests of one creator. Raises `AssertionError` where one of them went elsewhere than it should."""
+        """The three requests of one creator. Raises `Elsewhere` where one of them was not served where it should."""
         owner, other = await self.owners(creator)
         samples = [await self._ask("cold", creator, owner), await self._ask("hbm", creator, owner)]
         bucket, token = Bucket(self._bus, "routes"), subjects.token(creator)
         route = Route(variants=(self._variant_of(token, other, (owner, other)),), reason="moved")
         revision = await bucket.write(token, msgspec.json.encode(route))
-        with anyio.fail_after(FOLLOWED_S):
-            while (await self.owners(creator))[0] != other:
-                await anyio.sleep(0.01)
-        samples.append(await self._ask("lmcache", creator, other))
-        await bucket.delete(token, revision)
+        try:
+            with anyio.fail_after(FOLLOWED_S):
+                while (await self.owners(creator))[0] != other:
+                    await anyio.sleep(0.01)
+            samples.append(await self._ask("lmcache", creator, other))
+        finally:
+            await bucket.delete(token, revision)
         return samples
 
     async def owners(self, creator: str) -> tuple[str, str]:
@@ -120,7 +126,8 @@ class Stand:
         reply = await client.chat(client.Gateway(self._gateway), body, creator, lambda _: None)
         assert reply.error is None, reply.error
         assert reply.usage.headrace is not None
-        assert reply.usage.headrace.prefill == worker, f"{creator} was served by {reply.usage.headrace.prefill}"
+        if reply.usage.headrace.prefill != worker:
+            raise Elsewhere(f"{source} of {creator}: by {reply.usage.headrace.prefill}, and not by {worker}")
         assert reply.ttft_s is not None
         return Sample(
             source=source,

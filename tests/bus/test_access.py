@@ -12,7 +12,8 @@ from pipeline.bus.connection import Bus
 from pipeline.config import Nats
 from pipeline.errors import OperatorError
 from tests.deployment.authority import Certificate, certificate
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 

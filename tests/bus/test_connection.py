@@ -14,7 +14,8 @@ from pipeline.errors import BodyTooLarge, OperatorError
 from pipeline.limits import MESSAGE_BYTES_MAX
 from pipeline.telemetry.metrics import REGISTRY
 from tests.bus.support import Heard, eventually
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 

@@ -25,7 +25,8 @@ from pipeline.bus.presence import Watcher
 from pipeline.cli import OPERATOR_EXIT, http
 from pipeline.paths import JETSTREAM, LOCAL_CONFIG, NATS_CONFIG
 from pipeline.protocol.presence import Presences
-from tests.nats_server import binary, free_port
+from tests.nats_server import binary
+from tests.ports import free_port
 from workers.engines.simulated.engine import TIER_VARIABLE
 from workers.supervisor.folder import tail
 from workers.supervisor.process import Process

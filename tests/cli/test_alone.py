@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.cli import OPERATOR_EXIT
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
+from tests.ports import free_port
 
 READY_S = 30.0
 

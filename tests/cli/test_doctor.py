@@ -26,7 +26,8 @@ from pipeline.paths import JETSTREAM
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
+from tests.ports import free_port
 from tests.workers.fleet import Fleet, config_for, fleet
 from workers.identity import new_identity
 from workers.keeper import Keeper

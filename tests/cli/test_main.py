@@ -52,6 +52,14 @@ print({heavy!r} & sys.modules.keys())
     assert done.stdout.strip() == "set()"
 
 
+def test_a_command_loads_no_other() -> None:
+    """A worker that is started again while its fleet is under load has to be quick."""
+    program = "import sys; from pipeline.cli.main import program; program('keeper'); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert "'workers.command'" in done.stdout
+    assert "'pipeline.cli.bench'" not in done.stdout
+
+
 def test_a_wrong_set_up_is_one_sentence_and_status_2(tmp_path: Path) -> None:
     done = headrace("chat", "hi", "--config", str(tmp_path / "none.toml"))
     assert done.returncode == OPERATOR_EXIT

@@ -17,7 +17,7 @@ import openai
 from tests.clients.client import Check, Client, ClientFailed, Job
 from tests.clients.compare import Said
 from tests.e2e.running import ROOT
-from tests.nats_server import free_port
+from tests.ports import free_port
 
 PROXY_START_S: Final = 120.0
 """It imports for a quarter of a minute, and the cores may be busy."""

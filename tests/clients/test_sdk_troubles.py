@@ -14,7 +14,7 @@ from pipeline.protocol.admission import RETRY_AFTER_MIN_S
 from tests.chaos.rest import Rest, rest
 from tests.clients.conftest import PLACES, Served
 from tests.clients.test_sdk import MESSAGES, MODEL
-from tests.nats_server import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.anyio
 

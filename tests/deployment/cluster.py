@@ -18,7 +18,8 @@ from pipeline.bus.access import Nkey
 from pipeline.config import Config, Nats, load
 from pipeline.paths import CONFIGS
 from tests.deployment.authority import Certificate, certificate
-from tests.nats_server import binary, free_port
+from tests.nats_server import binary
+from tests.ports import free_port
 
 ROLES: Final = ("gateway", "prefill", "decode", "both", "keeper", "operator", "producer")
 PRODUCTION: Final = CONFIGS / "production.toml"

@@ -15,7 +15,7 @@ import anyio
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
 from tests.deployment.cluster import PRODUCTION, Cluster, Node
-from tests.nats_server import free_port
+from tests.ports import free_port
 from workers.engines.simulated.engine import TIER_VARIABLE
 from workers.supervisor.process import Process
 

@@ -6,7 +6,6 @@ The model is prepared once, into `HEADRACE_STATE_DIR` or `~/.cache/headrace`.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pipeline import config as configuration
 from pipeline.config import Config
 from tests.e2e.engines import Reply
 from tests.e2e.running import PREFILL_WORKERS, Running, await_ready
+from tests.ports import free_port
 from workers.engines import launch
 
 ROOT = Path(__file__).parents[2]
@@ -43,13 +43,6 @@ def model_path() -> str:
     command = [sys.executable, "-m", "workers.engines.model", "--source", "smollm2", "--state-dir", state_dir]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, timeout=180, text=True)
     return done.stdout.splitlines()[-1]
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

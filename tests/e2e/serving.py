@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from pipeline import config as configuration
-from tests.e2e.conftest import ROOT, free_port
+from tests.e2e.conftest import ROOT
 from tests.e2e.fidelity import Answer, ask_all
 from tests.e2e.fidelity_completions import MODEL
+from tests.ports import free_port
 from workers.engines import launch
 
 START_S = 180.0

@@ -1,5 +1,6 @@
 """Two real prefill workers: a creator's persona is warm where it is served, and where it has never been it comes from LMCache."""
 
+import contextlib
 from typing import Any
 
 import anyio
@@ -8,7 +9,7 @@ import pytest
 
 from pipeline.bus.connection import Bus
 from pipeline.config import Requests
-from tests.benchmarks.warmth import Stand
+from tests.benchmarks.warmth import Elsewhere, Stand
 from tests.e2e.running import Running
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.anyio]
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.anyio]
 CHUNK = 32
 PERSONA_TOKENS = 300
 CREATORS = ("grace", "joan", "radia")
-"""Where a worker is silent for so long that its request is delivered again, that one finds what the first has stored."""
+"""Several: on a busy machine a worker may be silent for so long that it is taken for dead, and its request goes elsewhere."""
 
 
 @pytest.fixture
@@ -39,10 +40,12 @@ async def test_a_worker_that_has_never_seen_a_creator_loads_its_persona_from_lmc
     async with await Bus.connect(running.nats, "test") as bus:
         stand = Stand(running.gateway, bus, Requests().shards, PERSONA_TOKENS)
         for creator in CREATORS:
-            cold, hbm, lmcache = await stand.measure(creator)
-            if cold.cached_tokens < CHUNK:
-                break
-    assert cold.cached_tokens < CHUNK
+            with contextlib.suppress(Elsewhere):
+                cold, hbm, lmcache = await stand.measure(creator)
+                if cold.cached_tokens < CHUNK:  # or it was delivered twice, and found what the first time had stored
+                    break
+        else:
+            pytest.fail(f"none of {CREATORS} was served where it should")
     assert hbm.worker == cold.worker != lmcache.worker
     assert min(hbm.cached_tokens, lmcache.cached_tokens) >= chunks_of(PERSONA_TOKENS)
 

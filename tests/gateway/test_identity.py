@@ -151,6 +151,11 @@ async def test_a_key_sees_the_models_that_it_may_use(served: Stack) -> None:
     assert (await served.client.get(f"/v1/models/{MODEL}", headers=bearer("elsewhere"))).status_code == 404
 
 
+async def test_a_key_sees_the_routes_of_the_creators_that_it_may_ask_for(served: Stack) -> None:
+    for creator, status in (("ada", 200), ("team-7", 200), ("grace", 403)):
+        assert (await served.client.get(f"/v1/routes/{creator}", headers=bearer("bound"))).status_code == status
+
+
 async def test_the_openai_sdk_knows_what_it_is_refused_for_and_retries_only_what_can_help(served: Stack) -> None:
     async def ask(name: str) -> None:
         async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=name) as sdk:

@@ -38,6 +38,8 @@ class Posted:
 
     def __init__(self) -> None:
         self.said: list[tuple[str, bytes]] = []
+        self.reply = ""
+        """Where the last answer is to go."""
         self.lost = False
 
     @property
@@ -51,6 +53,7 @@ class Posted:
         if self.lost:
             raise Disconnected("There is no connection.")
         self.said.append((subject, data))
+        self.reply = reply
 
     def take(self) -> list[tuple[str, bytes]]:
         said, self.said = self.said, []

@@ -16,7 +16,8 @@ from gateway.app import listen_on, serve
 from pipeline.config import Config, Gateway, Nats
 from pipeline.errors import OperatorError
 from tests.gateway.stack import config_for
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
+from tests.ports import free_port
 
 RUN = "from typer import run; from gateway.command import gateway; run(gateway)"
 

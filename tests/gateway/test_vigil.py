@@ -1,20 +1,21 @@
 """The gateway's watch: the dead are accused, the living are not, and after its own absence it asks before it gives up."""
 
-import itertools
 from collections.abc import Iterator
 from typing import cast
 
+import anyio
 import pytest
 
 from gateway.replies import ANSWER_WITHIN_S, Replies
 from gateway.vigil import ARE_YOU_THERE, LOST, Vigil
 from pipeline import outside
 from pipeline.bus.connection import Bus, Message
-from pipeline.limits import ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, RECEIVER_SILENT_MAX_S
+from pipeline.limits import ABSENT_RATIO, ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, RECEIVER_SILENT_MAX_S
 from pipeline.protocol.accuser import Accuser
-from pipeline.protocol.messages import From, Notice, Presence, encode
+from pipeline.protocol.messages import Claim, From, Notice, Presence, encode
 from pipeline.protocol.presence import Presences
 from tests.gateway.test_replies import Posted, claim, message, tokens
+from tests.nats_server import NatsServer
 
 pytestmark = pytest.mark.anyio
 
@@ -44,6 +45,8 @@ class Watched:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
+        self.asks = 0
+        """How often the broker was asked for it."""
         self.bus = Posted()
         self.presences = Presences()
         accuser = Accuser(clock.now_s)
@@ -59,14 +62,16 @@ class Watched:
 
     def broker_says(self, status: str) -> None:
         """Of the worker that was asked for."""
-        self.vigil.answered(Message("inbox.holder.1", "", b"", {"Status": status}))
+        self.vigil.answered(Message(self.bus.reply, "", b"", {"Status": status}))
 
     def later(self, passed_s: float, *, hears: bool = True) -> list[tuple[str, bytes]]:
         self.clock.now_s += passed_s
         if hears:
             self.presences.heard(Presence(role="gateway", id="me", epoch="1", ready=True), self.clock.now_s)
         self.vigil.look(self.clock.now_s)
-        return self.bus.take()
+        said = self.bus.take()
+        self.asks += said.count(ASKED)
+        return [one for one in said if one != ASKED]
 
 
 @pytest.fixture
@@ -93,16 +98,25 @@ async def test_one_that_the_broker_does_not_know_any_more_is_given_up_sooner(wat
     watched.later(0.01)
     watched.speaks()
     assert watched.later(ASK_BROKER_SILENT_S - 0.01) == []
-    assert watched.later(0.02) == [ASKED]
+    assert watched.asks == 0
+    assert watched.later(0.02) == []
+    assert watched.asks == 1
+    watched.broker_says("503")
+    assert watched.bus.take() == [], "its connection may be coming back"
+    assert watched.later(ABSENT_RATIO * ACCUSE_SILENT_S + 0.01) == []
     watched.broker_says("503")
     assert watched.bus.take() == [("ack", b"-NAK")]
-    assert watched.later(0.01) == [], "neither asked for nor accused again"
+    assert watched.later(0.01) == []
+    assert watched.asks == 2, "neither asked for nor accused again"
 
 
 async def test_one_that_is_asked_for_and_speaks_is_left_alone(watched: Watched) -> None:
     watched.later(0.01)
     watched.speaks()
-    assert watched.later(ASK_BROKER_SILENT_S + 0.01) == [ASKED]
+    for _ in range(4):
+        watched.later(0.05)
+    assert watched.asks == 1
+    watched.broker_says("503")
     watched.speaks()
     watched.later(0.01)
     watched.broker_says("503")
@@ -114,11 +128,48 @@ async def test_what_only_its_holder_can_finish_is_waited_for(watched: Watched) -
     watched.reply.continues = False
     watched.replies.on_frames(message([tokens("r", 0, "x")]))
     watched.reply.take()
+    watched.later(0.01)
     watched.speaks()
-    said = [watched.later(0.1) for _ in range(15)]
-    watched.broker_says("503")
-    assert ("ack", b"-NAK") not in [*itertools.chain(*said), *watched.bus.take()]
-    assert ("ack", b"-NAK") in [*watched.later(0.1), *watched.later(0.1)]
+    assert not any(watched.later(0.1) for _ in range(15))
+    assert any(watched.later(0.1) for _ in range(2))
+
+
+async def test_the_broker_tells_who_listens(broker: NatsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers fall silent: one whose process is gone, and one that only says nothing."""
+    told: set[str] = set()
+    absent = Accuser.absent
+
+    def noted(self: Accuser, worker: str, asked_s: float) -> None:
+        told.add(worker)
+        absent(self, worker, asked_s)
+
+    monkeypatch.setattr(Accuser, "absent", noted)
+    naks: set[str] = set()
+    async with await Bus.connect(broker.url, "me") as bus, anyio.create_task_group() as tasks:
+        presences, accuser = Presences(), Accuser(outside.monotonic_s())
+        replies = Replies(bus, accuser, outside.monotonic_s)
+        await bus.subscribe("ack.*", lambda message: naks.add(message.subject.removeprefix("ack.")))
+        await bus.subscribe("holder.here", lambda _: None)
+        tasks.start_soon(Vigil(bus, accuser, presences, replies, "me").run)
+
+        async def silent(name: str, worker: str) -> None:
+            """Claim once, and wait until the message is given back."""
+            reply = replies.open(name, outside.monotonic_s(), 60.0)
+            said = Claim(request=name, claim=name, epoch="1", holder=f"holder.{worker}", ack=f"ack.{name}")
+            replies.on_claim(message(said))
+            while name not in naks:
+                presences.heard(Presence(role="gateway", id="me", epoch="1", ready=True), outside.monotonic_s())
+                await anyio.sleep(0.02)
+            replies.close(reply)
+
+        with anyio.fail_after(60.0):
+            await silent("r", "here")
+            assert not told
+            for number in range(5):  # where our own loop stalls meanwhile, only silence tells
+                if not told:
+                    await silent(f"r{number}", "gone")
+        tasks.cancel_scope.cancel()
+    assert told == {"holder.gone"}
 
 
 async def test_a_worker_that_speaks_or_sends_frames_is_left_alone(watched: Watched) -> None:

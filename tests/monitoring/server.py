@@ -15,7 +15,7 @@ from typing import Any, Final
 import yaml
 
 from tests.monitoring.queries import PROMETHEUS, RULES
-from tests.nats_server import free_port
+from tests.ports import free_port
 
 READY_S: Final = 30.0
 

@@ -1,10 +1,11 @@
 """Accusing: the dead once, the living never, and nobody while the accuser cannot trust itself."""
 
-from pipeline.limits import ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, PRESENCE_PERIOD_S
+from pipeline.limits import ABSENT_RATIO, ACCUSE_SILENT_MAX_S, ACCUSE_SILENT_S, ASK_BROKER_SILENT_S, PRESENCE_PERIOD_S
 from pipeline.protocol.accuser import ACCUSED_REMEMBERED, Accuser
 from pipeline.protocol.messages import Claim
 
 LATE_S = ACCUSE_SILENT_S + 0.01
+ABSENT_S = ABSENT_RATIO * ACCUSE_SILENT_S
 
 
 def claim(name: str = "c", epoch: str = "1") -> Claim:
@@ -87,7 +88,7 @@ def test_only_so_many_accusations_are_remembered() -> None:
     assert not accuser.accuses(claim(f"{ACCUSED_REMEMBERED}"), LATE_S)
 
 
-def test_the_broker_is_asked_for_who_is_a_word_behind() -> None:
+def test_the_broker_is_asked_for_who_is_due_to_speak() -> None:
     accuser = Accuser(0.0)
     assert not accuser.wonders(claim(), 1.0), "never heard of"
     accuser.heard("holder.p", "1", 1.0)
@@ -97,22 +98,44 @@ def test_the_broker_is_asked_for_who_is_a_word_behind() -> None:
     assert not accuser.wonders(claim(), 1.0 + LATE_S), "it is accused already"
 
 
-def test_who_listens_nowhere_is_dead() -> None:
+def absent(accuser: Accuser, from_s: float, until_s: float) -> None:
+    """Asked for twice in vain."""
+    accuser.absent("holder.p", from_s)
+    accuser.absent("holder.p", until_s)
+
+
+def test_who_listens_nowhere_for_a_moment_is_dead() -> None:
     accuser = Accuser(0.0)
     accuser.absent("holder.q", 0.9)
     accuser.heard("holder.p", "1", 1.0)
-    accuser.absent("holder.p", 1.1)
-    assert accuser.accuses(claim(), 1.1)
-    assert not accuser.accuses(claim(), 1.1), "once"
+    absent(accuser, 1.15, 1.14 + ABSENT_S)
+    assert not accuser.accuses(claim(), 1.25), "its connection may be coming back"
+    accuser.absent("holder.p", 1.16 + ABSENT_S)
+    assert accuser.accuses(claim(), 1.26)
+    assert not accuser.accuses(claim(), 1.26), "once"
 
 
-def test_who_speaks_after_the_broker_was_asked_lives() -> None:
+def test_who_speaks_after_the_broker_was_asked_lives_and_its_next_absence_is_a_new_one() -> None:
     accuser = Accuser(0.0)
     accuser.heard("holder.p", "1", 1.0)
-    accuser.absent("holder.p", 1.1)
-    accuser.absent("holder.p", 1.05)
+    absent(accuser, 1.1, 1.15)
     accuser.heard("holder.p", "1", 1.2)
+    absent(accuser, 1.18, 1.19)
     assert not accuser.accuses(claim(), 1.2)
+    absent(accuser, 1.35, 1.36)
+    assert not accuser.accuses(claim(), 1.4)
+
+
+def test_patience_doubles_also_with_a_worker_that_keeps_losing_its_connection() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    absent(accuser, 1.1, 1.11 + ABSENT_S)
+    assert accuser.accuses(claim(), 1.3)
+    accuser.heard("holder.p", "1", 1.4)
+    absent(accuser, 1.5, 1.51 + ABSENT_S)
+    assert not accuser.accuses(claim("d"), 1.7)
+    accuser.absent("holder.p", 1.51 + 2 * ABSENT_S)
+    assert accuser.accuses(claim("d"), 1.8)
 
 
 def test_after_a_broker_s_restart_a_worker_may_come_back_later_than_its_accuser() -> None:
@@ -120,7 +143,7 @@ def test_after_a_broker_s_restart_a_worker_may_come_back_later_than_its_accuser(
     accuser.heard("holder.p", "1", 1.0)
     accuser.distrust_myself(1.5)
     assert not accuser.wonders(claim(), 1.8)
-    accuser.absent("holder.p", 1.6)
+    absent(accuser, 1.6, 1.8)
     assert not accuser.accuses(claim(), 1.8)
     assert accuser.accuses(claim(), 1.5 + LATE_S)
 
@@ -128,8 +151,16 @@ def test_after_a_broker_s_restart_a_worker_may_come_back_later_than_its_accuser(
 def test_what_an_accusation_would_lose_is_waited_for_as_long_as_the_broker_waits() -> None:
     accuser = Accuser(0.0)
     accuser.heard("holder.p", "1", 1.0)
-    accuser.absent("holder.p", 1.1)
     assert not accuser.accuses(claim(), 1.0 + ACCUSE_SILENT_MAX_S, loses=True)
     assert accuser.accuses(claim(), 1.01 + ACCUSE_SILENT_MAX_S, loses=True)
     accuser.heard("holder.p", "2", 3.0)
     assert accuser.accuses(claim("d"), 3.0, loses=True), "a new life has nothing of the old one's"
+
+
+def test_of_a_worker_that_listens_nowhere_it_is_waited_for_until_its_connection_would_be_back() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    absent(accuser, 1.1, 1.09 + ACCUSE_SILENT_S)
+    assert not accuser.accuses(claim(), 1.5, loses=True)
+    accuser.absent("holder.p", 1.11 + ACCUSE_SILENT_S)
+    assert accuser.accuses(claim(), 1.52, loses=True)

@@ -133,8 +133,8 @@ def accuser_trusts_itself() -> Iterator[None]:
 
     judge = Accuser.accuses
 
-    def until_now(self: Accuser, claim: Claim, _: float) -> bool:
-        return judge(self, claim, outside.monotonic_s())
+    def until_now(self: Accuser, claim: Claim, _: float, *, loses: bool = False) -> bool:
+        return judge(self, claim, outside.monotonic_s(), loses=loses)
 
     with (
         patch.object(Accuser, "woke", never),

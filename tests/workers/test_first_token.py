@@ -13,6 +13,9 @@ from tests.workers.fleet import Caller, Fleet, config_for, fleet, nothing_left, 
 
 pytestmark = pytest.mark.anyio
 
+LONG = [{"role": "user", "content": "word " * 400}]
+"""More tokens than go directly to decode."""
+
 
 def config(url: str, first_token_s: float, **simulated: Any) -> Config:
     made = config_for(url, **simulated)
@@ -89,3 +92,34 @@ async def test_what_goes_on_elsewhere_after_its_first_tokens_is_not_late(broker:
         await anyio.sleep(0.5)
         made.kill(next(name for name in ("decode-1", "decode-2") if made.decode(name).under_way))
         assert codes(await ends([caller])) == ["whole"]
+
+
+async def test_only_what_is_read_here_counts_as_before_others(broker: NatsServer) -> None:
+    """Not a short prompt, which decode computes elsewhere, and not batch, which lets others go first."""
+    slow = config(broker.url, 30.0, prefill_tokens_per_s=400.0)
+    direct = msgspec.structs.replace(slow.requests, direct_tokens_max=256)
+    async with fleet(msgspec.structs.replace(slow, requests=direct)) as made:
+        prefill, engines = made.prefill(), [running.engine for running in made.workers.values()]
+
+        async def asks(name: str, klass: str = "interactive", **fields: Any) -> Caller:
+            caller = Caller(made.bus, name)
+            await caller.listen()
+            await caller.publish(name, klass, max_tokens=2, **fields)
+            return caller
+
+        def expected_s() -> float:
+            return prefill.desk.promptness.expected_s(400, prefill.desk.clock())
+
+        assert codes(await ends([await asks("first", messages=LONG)])) == ["whole"]
+        alone_s = expected_s()
+        assert alone_s > 0.0
+        for engine in engines:
+            engine.pause()
+        callers = [await asks("short"), await asks("batch", "batch", messages=LONG)]
+        await until(lambda: all(engine.usage().running for engine in engines))
+        assert expected_s() == alone_s
+        callers.append(await asks("long", messages=LONG))
+        await until(lambda: expected_s() > alone_s)
+        for engine in engines:
+            engine.resume()
+        assert codes(await ends(callers)) == ["whole"] * 3

@@ -33,7 +33,8 @@ from pipeline.protocol.presence import Presences
 from pipeline.protocol.records import Record, records_decoder
 from pipeline.telemetry import metrics
 from tests.bus.support import eventually, shard_of
-from tests.nats_server import NatsServer, free_port
+from tests.nats_server import NatsServer
+from tests.ports import free_port
 from tests.workers.fleet import PROMPT, Caller, backlog, config_for, fleet
 from workers import keeper as keeper_module
 from workers.backlog import measure_backlog

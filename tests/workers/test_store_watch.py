@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.telemetry import metrics
 from tests.bus.support import eventually
-from tests.nats_server import free_port
+from tests.ports import free_port
 from workers.store_watch import watch_store
 
 pytestmark = pytest.mark.anyio

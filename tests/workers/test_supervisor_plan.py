@@ -78,12 +78,29 @@ def test_workers_for_both_are_a_fleet_of_their_own() -> None:
     assert [name for name in alone if name.startswith(("prefill", "decode", "both"))] == ["both-1", "both-2"]
     assert alone["both-1"].ready == Present("decode", "both-1")
     assert "both" in alone["both-1"].command
+    assert "--as" not in alone["both-1"].command
+
+
+def test_workers_for_both_begin_as_they_are_told_and_further_ones_as_both() -> None:
+    fleet = units(replace(Config(), engine="simulated", up=Up(decode=1, both=3, begin_as=("prefill", "decode"))))
+    for name, role in (("both-1", "prefill"), ("both-2", "decode")):
+        command = fleet[name].command
+        assert command[command.index("--as") + 1] == role
+        assert fleet[name].ready == Present(role, name)
+    assert all("--as" not in fleet[name].command for name in ("prefill-1", "decode-1", "both-3"))
 
 
 @pytest.mark.parametrize(("options", "said"), [(Options(prefill=0), "prefill"), (Options(decode=0), "decode")])
 def test_a_fleet_in_which_nobody_would_do_a_part_is_refused(options: Options, said: str) -> None:
     with pytest.raises(OperatorError, match=f"Nobody would {said}"):
-        plan.chosen(Config(), options)
+        plan.check_fleet(plan.chosen(Config(), options).up)
+
+
+def test_a_fleet_whose_workers_for_both_all_begin_alike_is_refused() -> None:
+    up = Up(prefill=0, decode=0, both=2, begin_as=("prefill", "prefill"))
+    with pytest.raises(OperatorError, match=r"Nobody would decode.*up\.begin_as"):
+        plan.check_fleet(up)
+    plan.check_fleet(replace(up, both=3))
 
 
 def test_workers_fall_with_lmcache_and_with_nothing_else() -> None:

@@ -14,7 +14,7 @@ KV that is not there. The drain goes the other way, a stage at a time: who takes
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Final, Literal
 from urllib.parse import urlsplit
@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec.structs import replace
 
-from pipeline.config import ENV_PREFIX, Config
+from pipeline.config import ENV_PREFIX, Config, Up
 from pipeline.errors import OperatorError
-from pipeline.protocol.arrangement import Role
+from pipeline.protocol.arrangement import Role, takes
 from workers.engines import launch
 from workers.engines.simulated.engine import TIER_VARIABLE
 
@@ -117,14 +117,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def chosen(config: Config, options: Options) -> Config:
-    """`config` with the command line's choices. Raises `OperatorError` where nobody would prefill, or nobody decode."""
+    """`config` with the command line's choices."""
     fleet = {name: value for name in ("prefill", "decode", "both") if (value := getattr(options, name)) is not None}
     up = replace(config.up, **fleet)
-    for role in ("prefill", "decode"):
-        if getattr(up, role) + up.both < 1:
-            raise OperatorError(
-                f"Nobody would {role}: up.{role} and up.both are 0.", f"Give --{role} or --both, or correct the file."
-            )
     return replace(
         config,
         engine=options.engine or config.engine,
@@ -132,6 +127,21 @@ def chosen(config: Config, options: Options) -> Config:
         gateway=replace(config.gateway, port=config.gateway.port if options.port is None else options.port),
         model=replace(config.model, source=options.model or config.model.source),
     )
+
+
+def check_fleet(up: Up) -> None:
+    """Raise `OperatorError` where nobody would prefill, or nobody decode."""
+    for role in ("prefill", "decode"):
+        if not getattr(up, role) and not any(takes(begin, role) for begin in beginning(up)):
+            raise OperatorError(
+                f"Nobody would {role}: up.{role} is 0, and no worker for both begins so.",
+                f"Give --{role} or --both, or correct up.begin_as.",
+            )
+
+
+def beginning(up: Up) -> list[Role]:
+    """What each worker for both begins as."""
+    return list(islice(chain(up.begin_as, repeat("both")), up.both))
 
 
 def broker(config: Config) -> tuple[str, int]:
@@ -227,10 +237,11 @@ def plan(config: Config, site: Site, metrics_ports: Sequence[int]) -> tuple[Unit
     fleet: tuple[tuple[Role, int], ...] = (("prefill", up.prefill), ("decode", up.decode), ("both", up.both))
     roles = [role for role, count in fleet for _ in range(count)]
     names = [f"{role}-{i + 1}" for role, count in fleet for i in range(count)]
+    begins = [*roles[: up.prefill + up.decode], *beginning(up)]
     shares = shared(site.cores, [launch.settings(config, role).threads for role in roles])
-    for role, name, cores in zip(roles, names, shares, strict=True):
+    for role, begin, name, cores in zip(roles, begins, names, shares, strict=True):
         pinned = cores if real and up.pin_cores and launch.cpu_build() else ()
-        units.append(replace(_worker(config, site, role, name, next(free)), cores=pinned))
+        units.append(replace(_worker(config, site, (role, begin), name, next(free)), cores=pinned))
     return (*units, _keeper(config, site, next(free)), _gateway(config, site))
 
 
@@ -287,14 +298,16 @@ def _lmcache(config: Config) -> Unit:
     )
 
 
-def _worker(config: Config, site: Site, role: Role, name: str, metrics_port: int) -> Unit:
-    real = config.engine == "vllm"
+def _worker(config: Config, site: Site, roles: tuple[Role, Role], name: str, metrics_port: int) -> Unit:
+    """`roles`: what its engine is built for, and what it begins as."""
+    (role, begin), real = roles, config.engine == "vllm"
+    begins = () if begin == role else ("--as", begin)
     engine = launch.environment(config, role) if real else {TIER_VARIABLE: str(site.folder / "simulated-lmcache")}
     return Unit(
         name=name,
-        command=_headrace(site, "worker", role, "--id", name, "--metrics-port", str(metrics_port)),
+        command=_headrace(site, "worker", role, "--id", name, "--metrics-port", str(metrics_port), *begins),
         environment={**engine, **overlay(config)},
-        ready=Present("decode" if role == "both" else role, name),
+        ready=Present("decode" if begin == "both" else begin, name),
         after=(*_SERVED, "model", "lmcache") if real else _SERVED,
         falls_with=("lmcache",) if real else (),
         stage=Stage.WORKERS,

@@ -26,6 +26,7 @@ FIRST_REPLY_CREATOR: Final = "up"
 def up(config_path: Path, options: Options, ask: str | None) -> None:
     """Run the stack until a signal. Raises `OperatorError` where it cannot start or cannot be kept running."""
     config = plan.chosen(load(config_path), options)
+    plan.check_fleet(config.up)
     run = folder.name_of(time.localtime(), os.getpid())
     if segment := launch.shm_path(config):
         folder.remove_stale(segment)

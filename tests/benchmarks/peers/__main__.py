@@ -83,7 +83,9 @@ KINDS: Final = {
     ),
     "real": Kind(
         sides=real.SIDES,
-        ours=("headrace-split", "headrace-both", "headrace-both-small-steps", "headrace-both-in-time"),
+        ours=(
+            "headrace-split", "headrace-both", "headrace-both-small-steps", "headrace-balanced", "headrace-both-in-time",
+        ),
         orders=workload.small,
         warm=workload.everybody,
         warm_up=(2, 32),

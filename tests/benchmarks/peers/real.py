@@ -13,7 +13,7 @@ from pipeline.paths import LOCAL_CONFIG
 from pipeline.protocol.arrangement import Role
 from tests.benchmarks.peers.side import Part, Side, Unit
 from tests.benchmarks.peers.site import MODEL, Recipe, Site, headrace, router, url
-from tests.nats_server import free_port
+from tests.ports import free_port
 from workers.engines import launch
 
 ROOT: Final = Path(__file__).parents[3]
@@ -28,6 +28,9 @@ IN_TIME: Final = "first_token_s = 1.0\n"
 SMALL_STEP: Final = 32
 """Tokens, no fewer than sequences: a long step is the longest gap in every reply beside it; these take 30 to 60 ms of a core."""
 
+
+BALANCED: Final = "[balancer]\nenabled = true\npatience_s = 2.0\nsettle_s = 4.0\n"
+"""Sooner than by default: the load stands for seconds here, and not for minutes."""
 
 SMALL_STEPS: Final = f"[both]\nmax_num_batched_tokens = {SMALL_STEP}\n"
 
@@ -111,5 +114,8 @@ SIDES: Final[Mapping[str, Recipe]] = {
     "headrace-split": lambda site: headrace(site, 1, 1, 0, ""),
     "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH),
     "headrace-both-small-steps": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{SMALL_STEPS}"),
+    "headrace-balanced": lambda site: headrace(
+        site, 0, 0, 2, f"{BOTH}{SMALL_STEPS}{BALANCED}", begin_as=("prefill", "decode")
+    ),
     "headrace-both-in-time": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{IN_TIME}{SMALL_STEPS}"),
 }

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests.benchmarks.peers import install
 from tests.benchmarks.peers.side import Part, Side, Unit
 from tests.benchmarks.peers.site import MODEL, Recipe, Site, headrace, router, url
-from tests.nats_server import free_port
+from tests.ports import free_port
 
 STEP_MS: Final = 4.0
 PREFILL_MS: Final = 0.01

@@ -7,9 +7,12 @@ from typing import Final
 
 import msgspec
 
+from pipeline.config import Up
+from pipeline.protocol.arrangement import Role, takes
 from tests.benchmarks.peers import install
 from tests.benchmarks.peers.side import Side, Unit
-from tests.nats_server import free_port
+from tests.ports import free_port
+from workers.supervisor.plan import beginning
 
 MODEL: Final = "smollm2-135m-instruct"
 
@@ -42,17 +45,22 @@ def router(site: Site, port: int, *options: str) -> Unit:
     return Unit(name="router", command=command, ready=f"{url(port)}/health", part="front")
 
 
-def headrace(site: Site, prefill: int, decode: int, both: int, entries: str) -> Side:
+def headrace(site: Site, prefill: int, decode: int, both: int, entries: str, begin_as: tuple[Role, ...] = ()) -> Side:
     """`headrace up` with so many workers; `entries` are further tables of its configuration."""
     port, config = free_port(), site.folder / "headrace.toml"
-    up = f"[up]\nprefill = {prefill}\ndecode = {decode}\nboth = {both}\nstate_dir = '{site.folder}'\n"
+    fleet = f"prefill = {prefill}\ndecode = {decode}\nboth = {both}\nbegin_as = {list(begin_as)}\n"
+    up = f"[up]\n{fleet}state_dir = '{site.folder}'\n"
     config.write_text(f"{entries}{PORTS}[gateway]\nport = {port}\n[model]\nsource = '{site.model}'\n{up}")
-    says = (b'"prefill":%d' % (prefill + both), b'"decode":%d' % (decode + both))
+    begins = beginning(Up(both=both, begin_as=begin_as))
+
+    def says(role: Role, alone: int) -> bytes:
+        return f'"{role}":{alone + sum(takes(begin, role) for begin in begins)}'.encode()
+
     unit = Unit(
         name="headrace",
         command=(sys.executable, "-P", "-m", "pipeline.cli", "up", "--config", str(config)),
         ready=f"{url(port)}/ready",
-        says=says,
+        says=(says("prefill", prefill), says("decode", decode)),
         part="beside",
         members=site.folder / "last.json",
     )
