@@ -21,18 +21,25 @@ from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import Answer, Claim, Gone, read_answer
 from pipeline.protocol.request import Decode, Effect, Effects, Event, Prefill, Stage
 from pipeline.protocol.subjects import parse_ack
+from tests.simulation.plan import Plan
 from workers import decode_job, loops, prefill_job
 from workers.holding import Holding
 from workers.keeper import Keeper
 from workers.starts import Starts
 
 
+def as_drawn(plan: Plan) -> Plan:
+    """The seed's own world."""
+    return plan
+
+
 class Planted(msgspec.Struct, frozen=True):
-    """A bug, how to plant it, and what the checkers say of it."""
+    """A bug, how to plant it, and what the checkers say of it. `world` makes of a plan one that may show it, or none."""
 
     name: str
     plant: Callable[[], AbstractContextManager[Any]]
     found_as: str
+    world: Callable[[Plan], Plan | None] = as_drawn
 
 
 @contextmanager
@@ -191,6 +198,16 @@ def blocks_promised_twice() -> Iterator[None]:
         yield
 
 
+def crowded(plan: Plan) -> Plan | None:
+    """Workers for both, whose long requests come at once: what they promise fills an engine nearly, and not by whole requests."""
+    if not plan.both:
+        return None
+    replace = msgspec.structs.replace
+    orders = [replace(order, at_s=0.2 * order.at_s, max_tokens=20) for order in plan.orders]
+    both, simulated = replace(plan.config.both, prefill_slots=1), replace(plan.config.simulated, kv_blocks=40)
+    return replace(plan, orders=orders, config=replace(plan.config, both=both, simulated=simulated))
+
+
 PLANTED: Final = (
     Planted("ack at dequeue", ack_at_dequeue, "whose client still waits"),
     Planted("ack before whole", ack_before_whole, "whose client still waits"),
@@ -203,5 +220,5 @@ PLANTED: Final = (
     Planted("two samplings spliced", samplings_spliced, "is of no one sampling"),
     Planted("a keeper that tells nobody", buried_in_silence, "whose client still waits"),
     Planted("starts forgotten", starts_forgotten, "is poison, and ended otherwise"),
-    Planted("blocks promised twice", blocks_promised_twice, "blocks beside"),
+    Planted("blocks promised twice", blocks_promised_twice, "blocks beside", crowded),
 )
