@@ -31,6 +31,10 @@ RETRY_AFTER_MIN_S: Final = 1.0
 RETRY_AFTER_MAX_S: Final = 30.0
 """A longer promise is not believed: the OpenAI SDK stops retrying at 120 s, and people before."""
 
+SATURATED_HELD_S: Final = 2.0
+"""A slot that is free for a moment ends no saturated time. An engine that reads a prompt finishes no reply meanwhile: the slots
+are taken during its long steps, and replies end between them. Longer than such a step."""
+
 RETRY_UNMEASURED_S: Final = 2.0
 """Where nothing is measured: no worker is ready (one whose presence was missed is back sooner), or no place was freed yet."""
 
@@ -94,18 +98,23 @@ class Line:
         self._served = DrainRate()
         """Replies per second of saturated time alone: at other times the rate says what was asked for, not what can be done."""
         self._saturated = False
+        self._counts_until_s = -math.inf
         self._saturated_s = 0.0
-        self._looked_s = -math.inf
+        self._looked_s = math.inf
 
     def look(self, now_s: float, saturated: bool | None = None) -> None:
         """Let the clock run that counts saturated time alone. None: it is as it was."""
-        if self._saturated:
-            self._saturated_s += max(0.0, now_s - self._looked_s)
-        self._saturated, self._looked_s = self._saturated if saturated is None else saturated, now_s
+        self._saturated_s += max(0.0, min(now_s, self._counts_until_s) - self._looked_s)
+        self._looked_s = now_s
+        if saturated:
+            self._counts_until_s = math.inf
+        elif self._saturated and saturated is not None:
+            self._counts_until_s = now_s + SATURATED_HELD_S
+        self._saturated = self._saturated if saturated is None else saturated
 
     def served(self) -> None:
         """A reply is whole."""
-        if self._saturated:
+        if self._looked_s <= self._counts_until_s:
             self._served.freed(self._saturated_s)
 
     def expected_s(self, requests: int) -> float:

@@ -137,6 +137,33 @@ def test_who_would_wait_longer_than_it_may_take_is_refused_at_once() -> None:
     door.enter(1, 1, now_s, saturated=False, timeout_s=0.1)
 
 
+def test_replies_that_end_only_when_a_slot_is_free_for_a_moment_count_as_what_the_fleet_can_do() -> None:
+    """An engine's long step holds its slots, and finishes no reply; between two of them six end, and six come."""
+    door = Admission(1000)
+    for _ in range(50):
+        door.enter(1, 1, 0.0, saturated=True)
+    for step in range(40):
+        now_s = step * 0.6
+        door.enter(1, 1, now_s, saturated=True)
+        for _ in range(5):
+            door.enter(1, 1, now_s + 0.5, saturated=False)
+        for _ in range(6):
+            door.leave(now_s + 0.55, drained=True, served=True)
+    door.enter(1, 1, 24.0, saturated=True, timeout_s=8.0)
+    with pytest.raises(CapacityError, match="about 5 s"):
+        door.enter(1, 1, 24.0, saturated=True, timeout_s=4.0)
+
+
+def test_what_is_served_long_after_there_was_room_again_says_nothing_of_what_the_fleet_can_do() -> None:
+    door = Admission(1000)
+    now_s = saturated(door, seconds=20.0, rate=10.0, inside=50)
+    door.enter(1, 1, now_s, saturated=False)
+    for second in range(60):
+        door.enter(1, 1, now_s + 10.0 + second, saturated=False)
+        door.leave(now_s + 10.5 + second, drained=True, served=True)
+    door.enter(1, 1, now_s + 100.0, saturated=True, timeout_s=8.0)
+
+
 def test_batch_leaves_places_to_interactive_requests() -> None:
     door = Admission(8)
     for _ in range(6):
