@@ -18,7 +18,7 @@ from pipeline import outside
 from pipeline.bus import acks
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
-from pipeline.bus.puller import EXPIRES_S, LATE_S, Delivery, Puller
+from pipeline.bus.puller import BATCH_EXPIRES_S, LATE_S, Delivery, Puller
 from pipeline.bus.recorder import Recorder
 from pipeline.config import Config
 from pipeline.errors import EngineDead
@@ -170,7 +170,7 @@ class PrefillWorker:
     async def _close(self) -> None:
         """A pull that is taken back may have a message under way, which would be lost for a lease: so they end by themselves."""
         self.slots.close(lingers=True)
-        with anyio.move_on_after(EXPIRES_S + LATE_S):
+        with anyio.move_on_after(BATCH_EXPIRES_S + LATE_S):
             while self._puller.outstanding_total and self.slots.lingers:
                 await anyio.sleep(SURPLUS_HOLD_S / 2)
         if not self.slots.open:
