@@ -25,9 +25,11 @@ AT_A_TIME = 24
 MISSED_MAX = 0.02
 """Of the end-to-end time."""
 
-MISPLACED_S = 0.02
-"""Median distance between where the gateway says that a worker began, without having seen its clock, and where it did. It is
-known to half a round trip, which on busy cores is some milliseconds."""
+MISPLACED_RATIO = 0.25
+"""Of the median request: the median distance between where the gateway says that a worker began, without having seen its clock,
+and where it did. It is known to half a round trip, which on busy cores takes longer, as all does there."""
+
+STEP_MS = 1000 * Settings().step_s
 
 
 async def asked(client: httpx.AsyncClient, number: int) -> float:
@@ -77,9 +79,11 @@ async def test_stage_times_of_a_thousand_requests_add_up(tmp_path: Path) -> None
         assert line["outcome"] == "whole"
         assert sum(line["stages_ms"].values()) == pytest.approx(line["took_ms"], rel=MISSED_MAX)
         assert {"accept", "render", "prefill", "decode"} <= line["stages_ms"].keys() <= STAGES.keys()
-    missed = [abs(1 - line["took_ms"] / (1000 * took_s[name])) for name, line in lines.items()]
-    assert statistics.median(missed) < 0.5, "what the gateway measures is what its clients see"
-    assert statistics.median(error_s for records in stories for error_s in misplaced_s(records)) < MISPLACED_S
+        assert line["took_ms"] > 0.5 * STEP_MS * (line["completion_tokens"] - 1), "at least what its engine took"
+    beyond = [line["took_ms"] - 1000 * took_s[name] for name, line in lines.items()]
+    assert statistics.median(beyond) <= 0, "it is a part of what its client has waited"
+    misplaced = statistics.median(error_s for records in stories for error_s in misplaced_s(records))
+    assert misplaced < MISPLACED_RATIO * statistics.median(took_s.values())
 
 
 def misplaced_s(records: list[Record]) -> list[float]:
