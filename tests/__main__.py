@@ -53,10 +53,10 @@ ALONE = ("e2e", "benchmarks")
 """What needs all cores."""
 
 TOGETHER = {
-    "workers": ("workers",),
-    "gateway": ("gateway", "top", "telemetry", "monitoring", "clients", "browser"),
+    "workers": ("workers", "simulation"),
+    "gateway": ("gateway", "top", "telemetry", "monitoring", "clients", "browser", "chaos", "bus"),
 }
-"""The folders of two processes. A third has all others."""
+"""The folders of two processes, of about as many minutes. A third has all others."""
 
 AGAIN_MAX = 5
 """More failures than this are no accident."""
