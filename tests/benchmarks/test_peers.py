@@ -343,6 +343,18 @@ def test_a_side_that_does_not_start_is_started_once_more(
     assert [one.side for one in cells] == ["direct", "headrace"][1 - measures :]
 
 
+@pytest.mark.parametrize(("more", "kept"), [([], True), (["--only", "vllm"], False), (["--repeat", "1"], False)])
+def test_only_a_whole_run_replaces_the_results_that_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], kept: bool
+) -> None:
+    monkeypatch.setattr(command, "measured", lambda *_: ([cell("vllm-replicas", 1)], []))
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    program = typer.Typer()
+    program.command()(command.main)
+    assert CliRunner().invoke(program, ["--engines", "real", *more]).exit_code == 0
+    assert (tmp_path / "peers_real.json").exists() is kept
+
+
 def test_the_command_prints_and_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[command.Asked]()
 
@@ -364,6 +376,9 @@ def test_the_command_prints_and_keeps_what_was_measured(tmp_path: Path, monkeypa
     assert result.exit_code == 1
     assert (asked[0].rates, asked[0].repetitions, asked[0].seconds) == ((2.0, 4.0), 2, 15.0)
     kept = msgspec.json.decode(out.read_bytes(), type=page.Results)
+    assert kept.command == "python -m tests.benchmarks.peers --engines real --rates 2,4 --repeat 2", (
+        "no place of this machine"
+    )
     assert (kept.versions["vllm-router"], kept.machine.cores > 0) == ("0.1.17", True)
     assert [row.side for row in kept.rows] == ["vllm-replicas", "headrace-split"]
     assert kept.rows[1].figures["added_ttft_p50_ms"] == Spread(35.0, 20.0, 50.0)

@@ -38,6 +38,7 @@ PATIENCE_S: Final = 10.0
 TRIES: Final = 3
 """A load beside which others used much of the machine is put again, with other texts."""
 
+REPEAT: Final = 3
 REPEAT_MAX: Final = 20
 
 HOP_TIMES: Final = ("added_ttft_p50_ms", "added_ttft_p99_ms", "beside_ttft_p50_ms", "beside_ttft_p99_ms")
@@ -212,13 +213,25 @@ def _model() -> str:
 # What goes with the figures
 
 
+def partly(asked: Asked) -> list[str]:
+    """The options by which it is less than a whole run, or more; not where its files are."""
+    kind = KINDS[asked.engines]
+    said = (
+        ("--only", asked.sides != tuple(kind.sides), ",".join(asked.sides)),
+        ("--rates", asked.rates != numbers(kind.rates), ",".join(f"{rate:g}" for rate in asked.rates)),
+        ("--repeat", asked.repetitions != REPEAT, str(asked.repetitions)),
+        ("--seconds", asked.seconds != kind.seconds, f"{asked.seconds:g}"),
+    )
+    return [part for option, differs, value in said if differs for part in (option, value)]
+
+
 def results(asked: Asked, cells: list[Cell], failures: list[str], machine: Machine) -> Results:
     """All of it."""
     kind = KINDS[asked.engines]
     compared = figures.over(kind.floor, cells)
     return Results(
         engines=asked.engines,
-        command=shlex.join(["python", "-m", "tests.benchmarks.peers", *sys.argv[1:]]),
+        command=shlex.join(["python", "-m", "tests.benchmarks.peers", "--engines", asked.engines, *partly(asked)]),
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ"),
         commit=_commit(),
         machine=machine,
@@ -287,7 +300,7 @@ def numbers(given: str) -> tuple[float, ...]:
 def main(
     engines: Annotated[Literal["simulated", "real"], typer.Option(help="What computes.")],
     rates: Annotated[str, typer.Option(help="Requests a second, in turn. [default: 25,100,250; real: 1,2,4,8]")] = "",
-    repeat: Annotated[int, typer.Option(min=1, max=REPEAT_MAX, help="Repetitions.")] = 3,
+    repeat: Annotated[int, typer.Option(min=1, max=REPEAT_MAX, help="Repetitions.")] = REPEAT,
     seconds: Annotated[
         float | None, typer.Option(min=1.0, max=600.0, help="Of each rate. [default: 5; real: 15]")
     ] = None,
@@ -295,7 +308,7 @@ def main(
     home: Annotated[Path, typer.Option(help="Where the peers are installed.")] = install.HOME,
     keep: Annotated[Path | None, typer.Option(help="A folder for all logs, which stays.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The file for the results. [default: tests/benchmarks/results]")
+        Path | None, typer.Option(help="The file for the results. [default: tests/benchmarks/results, of a whole run]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -312,8 +325,8 @@ def main(
     )
     machine = this_machine()
     found = results(asked, *measured(asked, lambda what: print(what, file=sys.stderr, flush=True)), machine)
-    path = out or RESULTS / f"peers_{engines}.json"
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
+    if path := out or (None if partly(asked) else RESULTS / f"peers_{engines}.json"):
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2) + b"\n")
     print(msgspec.json.encode(found).decode() if as_json else page(found))
     sys.exit(1 if found.failures else 0)
 
