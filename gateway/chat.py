@@ -39,6 +39,7 @@ from pipeline.protocol.keys import Key
 from pipeline.protocol.messages import Done
 from pipeline.protocol.reply import Piece
 from pipeline.protocol.shares import Place
+from pipeline.protocol.strays import Queued
 from pipeline.telemetry import logs
 
 PUBLISH_TIMEOUT_S: Final = 5.0
@@ -207,15 +208,19 @@ class Endpoint:
         try:
             affinity = self._routing.affinity(order.creator, order.conversation)
             subject = subjects.request_in(order.klass, affinity, order.creator)
+            queue = self._routing.shard(order.klass, affinity).queue
             sent_s = self._clock()
             for one in parts:  # later ones wait for those before: that is no time of their acceptance
                 one.at.sent_s = sent_s
             for part, one in zip(order.parts, parts, strict=True):
                 # 2,048 bodies of 900 kB must not be kept until their replies have ended.
                 payload, part.payload = part.payload, b""
-                await self._bus.store(subject, payload, msg_id=part.id, timeout_s=timeout_s, headers=order.trace)
+                sequence = await self._bus.store(
+                    subject, payload, msg_id=part.id, timeout_s=timeout_s, headers=order.trace
+                )
                 one.at.stored_s = self._clock()
-                self._replies.confirm(one)
+                # One by reference goes back unclaimed, and stays away, while its conversation is worked on.
+                self._replies.confirm(one, None if order.referred else Queued(queue, sequence))
         except CapacityError as error:
             wait_s = error.retry_after_s or self._admission.wait_s(self._clock())
             reply.finish(msgspec.structs.replace(error.body(), retry_after_s=wait_s))

@@ -41,6 +41,7 @@ from pipeline.protocol.messages import (
 )
 from pipeline.protocol.reply import Piece, Receiver, joined
 from pipeline.protocol.stages import AtGateway
+from pipeline.protocol.strays import Queued, Strays
 from pipeline.protocol.subjects import CLASSES
 from pipeline.telemetry import logs, metrics
 
@@ -82,6 +83,7 @@ class Reply:
         "left",
         "on_begun",
         "published",
+        "queued",
         "receiver",
         "request",
         "timer",
@@ -97,6 +99,8 @@ class Reply:
         """Set while it is not known whether anybody works on it: until then somebody must answer for it."""
         self.doubted = False
         self.published = False
+        self.queued: Queued | None = None
+        """Where it lies, if whoever it is delivered to claims it at once."""
         self.delivered = False
         self.detailed = False
         """Tokens count as news even where they add no text."""
@@ -209,6 +213,7 @@ class Replies:
         self._bus = bus
         self._accuser = accuser
         self._clock = clock
+        self.strays = Strays()
         self._open: dict[str, Reply] = {}
         self._whole: dict[str, None] = {}
         self._stopping: ErrorBody | None = None
@@ -228,6 +233,7 @@ class Replies:
         """The client has all that it will get. Work that still goes on for it is stopped, wherever it is."""
         if reply.timer is not None:
             reply.timer.cancel()
+        self.strays.forget(reply.request)
         if self._open.pop(reply.request, None) is None or not reply.published:
             return
         notice = reply.receiver.leave()
@@ -235,11 +241,26 @@ class Replies:
             self._say(*notice)
         self._say(subjects.cancel(reply.request), Cancel(reply.request))
 
-    def confirm(self, reply: Reply) -> None:
+    def confirm(self, reply: Reply, queued: Queued | None = None) -> None:
         """The queue has its request. Where we were away meanwhile, it may have been taken up and dropped already."""
         reply.published = True
+        reply.queued = queued
+        if queued is not None and reply.receiver.arbiter.last is None and reply.request in self._open:
+            self.strays.waits(reply.request, queued, self._clock())
         if reply.doubted:
             reply.answer_by_s = self._clock() + ANSWER_WITHIN_S
+
+    def given_back(self, reply: Reply) -> None:
+        """Its message lies in the queue again, because its holder is dead."""
+        if reply.queued is not None:
+            self.strays.waits(reply.request, reply.queued, self._clock(), first=False)
+
+    def leave_to_the_living(self) -> None:
+        """Who was accused and has spoken since was only slow: it still works on what nobody else has claimed."""
+        for request in self.strays.of_the_dead:
+            claim = self._open[request].receiver.arbiter.last
+            if claim is not None and self._accuser.lives(claim):
+                self.strays.forget(request)
 
     def doubt_all(self, now_s: float) -> None:
         """We were away: somebody must answer for every reply now, or once it is known that its request was stored."""
@@ -297,6 +318,7 @@ class Replies:
         if reply is not None and isinstance(answer, Go):
             reply.answer_by_s = None
             reply.at.claimed(claim.claim, claim.follows, now_s)
+            self.strays.claimed(claim.request, claim.ack)
         if message.reply:
             self._say(message.reply, answer)
 
@@ -334,6 +356,7 @@ class Replies:
 
     def _end(self, reply: Reply, end: Done | Failed) -> None:
         reply.finish(end if isinstance(end, Done) else end.error)
+        self.strays.forget(reply.request)
         del self._open[reply.request]
         self._whole[reply.request] = None
         if len(self._whole) > WHOLE_REMEMBERED_MAX:

@@ -67,6 +67,10 @@ class Routing:
         self.rates.count(creator, self._clock())
         return routes.affinity(creator, conversation, self.routes.get(creator))
 
+    def shard(self, klass: str, affinity: str) -> Shard:
+        """The queue of requests of this affinity."""
+        return Shard(klass, subjects.partition(affinity, self._shards))
+
     def heaviest(self) -> dict[str, float]:
         """Requests a second of the creators that ask most here: for our presence."""
         top = self.rates.top(self._clock())

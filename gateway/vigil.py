@@ -2,8 +2,9 @@
 
 Several times a second it looks whether the holder of each open reply still lives, and gives a dead one's message back, so that
 the next worker has it at once and not only after the lease. For one whose next word is due it asks the broker, which knows
-whether anybody listens there. After it was away itself, it trusts nothing that it has not heard since; and where it was away so
-long that workers may have dropped its requests, it asks each holder to go on, and ends what nobody answers for.
+whether anybody listens there. What such a worker took and had not claimed yet is looked for, too (`strays.py`). After it was
+away itself, it trusts nothing that it has not heard since; and where it was away so long that workers may have dropped its
+requests, it asks each holder to go on, and ends what nobody answers for.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import contextlib
 from typing import Final
 
 from gateway.replies import Replies, Reply
+from gateway.strays import Search
 from pipeline import outside
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError, Disconnected
@@ -42,6 +44,7 @@ class Vigil:
         self._presences = presences
         self._replies = replies
         self.accuser = accuser
+        self._search = Search(bus, replies)
         self._inbox = bus.inbox()
         self._asked_s: dict[str, float] = {}
         self._silent_from_s: float | None = None
@@ -51,6 +54,7 @@ class Vigil:
         self._bus.on_disconnect(self._disconnected)
         self._bus.on_reconnect(self._reconnected)
         await self._bus.subscribe(f"{self._inbox}.>", self.answered)
+        await self._search.listen()
         while True:
             asked_s = outside.monotonic_s()
             await asyncio.sleep(PERIOD_S)
@@ -73,6 +77,7 @@ class Vigil:
                 reply.finish(LOST)
         self._judge_all()
         self._ask_for_the_silent(now_s)
+        self._search.look(now_s)
 
     def _judge_all(self, holder: str | None = None) -> None:
         """Judge all holders, or one."""
@@ -107,6 +112,7 @@ class Vigil:
             log.warning("worker_silent", holder=claim.holder, request=reply.request)
             metrics.ACCUSATIONS.inc()
             self._post(claim.ack, b"-NAK")
+            self._replies.given_back(reply)
 
     def _ask_for_the_silent(self, now_s: float) -> None:
         """Ask the broker, once a look, for each holder whose next word is due."""
@@ -137,6 +143,7 @@ class Vigil:
     def _reconnected(self) -> None:
         now_s = outside.monotonic_s()
         self.accuser.distrust_myself(now_s)
+        self._replies.strays.distrust(now_s)
         silent_from_s, self._silent_from_s = self._silent_from_s, None
         if silent_from_s is not None and now_s - silent_from_s > RECEIVER_SILENT_MAX_S:
             self.was_away(now_s)

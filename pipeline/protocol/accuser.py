@@ -98,6 +98,11 @@ class Accuser:
             self._accused.popitem(last=False)
         return True
 
+    def lives(self, claim: Claim) -> bool:
+        """Whether the claim's holder has been heard since it was taken for dead, in the life that claimed."""
+        known = self._known.get(claim.holder)
+        return known is not None and known.epoch == claim.epoch and not known.accused
+
     def _is_dead(self, claim: Claim, until_s: float, *, loses: bool) -> bool:
         known = self._known.setdefault(claim.holder, _Known(claim.epoch, self._trusted_from_s))
         if known.epoch > claim.epoch:

@@ -69,6 +69,11 @@ class Shard(msgspec.Struct, frozen=True, order=True):
         """The durable consumer of this shard."""
         return f"s{self.number}"
 
+    @property
+    def queue(self) -> str:
+        """Stream and consumer, as JetStream's subjects name them."""
+        return f"{self.stream}.{self.consumer}"
+
 
 class Stored(msgspec.Struct, frozen=True):
     """What the subject of a stored request says."""
@@ -114,6 +119,15 @@ def parse_ack(subject: str) -> AckSubject:
     if len(parts) != 9 or parts[:2] != ["$JS", "ACK"] or not all(part.isdigit() for part in parts[4:]):
         raise InvalidField(f"Ack subject {subject!r} is not version 1: set js_ack_fc_v2 to false on the server.")
     return AckSubject(parts[2], parts[3], int(parts[4]), int(parts[5]), int(parts[7]) / 1e9, int(parts[8]))
+
+
+def ack_of(consumer: str, sequence: int, delivery: int) -> str:
+    """An ack subject of a message that somebody else has: of its delivery we know no more than its `sequence` in the stream.
+
+    `consumer` is `<stream>.<consumer>`. `delivery` is the consumer's newest: the server wants one of those that are not acked,
+    whichever, and finds the message by its sequence.
+    """
+    return f"$JS.ACK.{consumer}.1.{sequence}.{delivery}.0.0"
 
 
 def matches(pattern: str, subject: str) -> bool:

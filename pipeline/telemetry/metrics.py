@@ -54,10 +54,7 @@ _ENDINGS: Final = (
 LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "headrace_pressure": {"part": ("prefill", "decode")},
     "headrace_turns": {"role": ("prefill", "decode", "both")},
-    "headrace_requests": {
-        "outcome": _OUTCOMES,
-        "klass": CLASSES,
-    },
+    "headrace_requests": {"outcome": _OUTCOMES, "klass": CLASSES},
     "headrace_ttft_seconds": {"outcome": _OUTCOMES, "klass": CLASSES},
     "headrace_e2e_seconds": {"outcome": _OUTCOMES, "klass": CLASSES},
     "headrace_itl_seconds": {"klass": CLASSES},
@@ -82,9 +79,7 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "permission_denied",
         ),
     },
-    "headrace_prefills": {
-        "outcome": ("handed_off", *_ENDINGS),
-    },
+    "headrace_prefills": {"outcome": ("handed_off", *_ENDINGS)},
     "headrace_slots": {"state": ("busy", "free")},
     "headrace_prefill_tokens": {"source": ("hbm", "lmcache", "none")},
     "headrace_served": {"by": ("owner", "spill")},
@@ -92,9 +87,7 @@ LABELS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "headrace_route_changes": {"kind": ("hot", "moved", "dropped")},
     "headrace_deliveries": {"kind": ("first", "again", "surplus")},
     "headrace_dead_letters": {"reason": ("malformed", "poison", "exhausted", "expired", "terminated")},
-    "headrace_decodes": {
-        "outcome": _ENDINGS,
-    },
+    "headrace_decodes": {"outcome": _ENDINGS},
     "headrace_blocks": {"state": ("total", "free", "granted", "consumed", "reserve")},
     "headrace_grants": {"state": ("granted", "released", "returned", "expired", "refused")},
 }
@@ -374,6 +367,9 @@ PUBLISH_SECONDS: Final = Histogram(
 
 ACCUSATIONS: Final = Counter(
     "headrace_accusations", "Messages given back in the name of a worker taken for dead.", registry=REGISTRY
+)
+STRAYS: Final = Counter(
+    "headrace_strays", "Messages given back that were delivered and that nobody has claimed.", registry=REGISTRY
 )
 RECONNECTS: Final = Counter("headrace_reconnects", "Times the connection to NATS came back.", registry=REGISTRY)
 HANDLER_ERRORS: Final = Counter(

@@ -8,7 +8,7 @@ from pipeline.bus import acks
 from pipeline.bus.connection import Bus
 from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery, Puller
-from pipeline.protocol.subjects import parse_ack
+from pipeline.protocol.subjects import ack_of, parse_ack
 from tests.bus.support import api, eventually, fresh, shard_of, stored, subject_of
 from tests.nats_server import NatsServer
 
@@ -81,6 +81,24 @@ async def test_a_message_given_back_with_a_delay_comes_after_it(holder: Holder, 
     held = await holder.start()
     await acks.nak(other, held.ack, delay_s=0.2)
     assert 0.19 < await holder.again(within_s=1.0) < 0.6
+    await holder.puller.stop()
+
+
+async def test_who_knows_only_the_sequence_gives_a_message_back(holder: Holder, other: Bus) -> None:
+    """One that is named by a delivery which has never been is not heard, and one that is not delivered is left alone."""
+    held = parse_ack((await holder.start()).ack)
+    later = await other.store(subject_of(CREATOR), b"more", msg_id=fresh(), timeout_s=2.0)
+    newest = (await api(other, f"CONSUMER.INFO.{SHARD.queue}"))["delivered"]
+    assert newest == {"consumer_seq": newest["consumer_seq"], "stream_seq": held.sequence} | newest
+    for sequence, delivery in ((held.sequence, 0), (held.sequence, newest["consumer_seq"] + 1), (later + 1, 1)):
+        await acks.nak(other, ack_of(SHARD.queue, sequence, delivery))
+    await other.barrier()
+    await eventually(lambda: len(holder.got) == 2)
+    assert parse_ack(holder.got[1].ack).sequence == later, "the pull's second message"
+    await holder.puller.pull(SHARD, 1, 0)
+    await acks.nak(other, ack_of(SHARD.queue, held.sequence, newest["consumer_seq"]))
+    await eventually(lambda: len(holder.got) == 3, within_s=0.5)
+    assert (parse_ack(holder.got[2].ack).sequence, parse_ack(holder.got[2].ack).delivered) == (held.sequence, 2)
     await holder.puller.stop()
 
 

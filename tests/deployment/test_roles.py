@@ -32,6 +32,8 @@ ACTS: Final[tuple[tuple[str, Verb, str, str], ...]] = (
     ("read requests as they are published", "subscribe", "requests.in.>", ""),
     ("read requests as they are stored", "subscribe", "requests.shard.>", ""),
     ("pull a request", "publish", "$JS.API.CONSUMER.MSG.NEXT.REQUESTS_interactive.s0", "prefill both operator"),
+    ("ask how far it is delivered", "publish", "$JS.API.CONSUMER.INFO.REQUESTS_interactive.s0",
+     "gateway prefill decode both keeper operator"),
     ("ack a request", "publish", "$JS.ACK.REQUESTS_interactive.s0.1.1.1.1.0", "gateway prefill decode both"),
     ("read a request out of its stream", "publish", "$JS.API.STREAM.MSG.GET.REQUESTS_batch", "keeper operator"),
     ("read one as replicas give it", "publish", "$JS.API.DIRECT.GET.REQUESTS_batch", "operator"),
@@ -190,7 +192,7 @@ def _given(text: str, role: str, verb: str) -> set[str]:
 
 UNTRIED: Final = {
     "$JS.API.CONSUMER.LIST.REQUESTS_batch",
-    "$JS.API.CONSUMER.INFO.*.*", "$JS.API.STREAM.INFO.KV_routes", "$JS.API.STREAM.MSG.GET.KV_routes",
+    "$JS.API.CONSUMER.INFO.REQUESTS_batch.*", "$JS.API.STREAM.INFO.KV_routes", "$JS.API.STREAM.MSG.GET.KV_routes",
     "$JS.API.STREAM.MSG.GET.KV_conversations", "$JS.API.STREAM.MSG.GET.TURNS", "$JS.API.DIRECT.GET.SENT",
     "$JS.API.CONSUMER.MSG.NEXT.REQUESTS_batch.*", "$JS.ACK.REQUESTS_batch.>", "$JS.API.STREAM.MSG.GET.REQUESTS_interactive",
     "$JS.API.STREAM.MSG.DELETE.REQUESTS_batch", "cache.ask.*", "cache.evicted.*", "_INBOX.keeper.>",

@@ -80,6 +80,18 @@ def test_a_worker_never_heard_of_is_given_the_same_time() -> None:
     assert accuser.accuses(claim(), 10.0 + LATE_S)
 
 
+def test_who_is_heard_after_its_accusation_lives_in_the_life_that_claimed() -> None:
+    accuser = Accuser(0.0)
+    assert not accuser.lives(claim()), "it was never heard"
+    accuser.heard("holder.p", "1", 1.0)
+    assert accuser.accuses(claim(), 1.0 + LATE_S)
+    assert not accuser.lives(claim())
+    accuser.heard("holder.p", "1", 2.0)
+    assert accuser.lives(claim())
+    accuser.heard("holder.p", "2", 3.0)
+    assert not accuser.lives(claim())
+
+
 def test_only_so_many_accusations_are_remembered() -> None:
     accuser = Accuser(0.0)
     for number in range(ACCUSED_REMEMBERED + 1):

@@ -19,6 +19,7 @@ from pipeline.protocol import subjects
 from pipeline.protocol.messages import Done, encode, unpack_ids
 from pipeline.protocol.reply import Piece
 from pipeline.protocol.resume import continues
+from pipeline.protocol.strays import Queued
 from pipeline.protocol.turns import Turn
 from tests.simulation.engine import Choices, drawn
 from tests.simulation.fleet import Running
@@ -85,11 +86,11 @@ class Client(ABC):
         elif self.end is not None:
             told("failed", f"{self.end.code}: {self.end.message}")
 
-    async def store(self, bus: Bus, addresses: dict[str, Any], affinity: str = "") -> None:
-        """Publish the request, under its creator's own affinity unless another is given. Raises `ReplyError`."""
+    async def store(self, bus: Bus, addresses: dict[str, Any], affinity: str = "") -> int:
+        """Publish the request, under its creator's own affinity unless another is given: its sequence. Raises `ReplyError`."""
         order, token = self.order, subjects.token(self.order.creator)
         write = encode if order.encoding == "msgpack" else msgspec.json.encode
-        await bus.store(
+        return await bus.store(
             subjects.request_in(order.klass, affinity or token, token),
             write({**body(order), **addresses}),
             msg_id=order.id,
@@ -154,8 +155,9 @@ class HttpClient(Client):
         addresses = {"reply_to": terms.reply_to, "claim_at": terms.claim_at, "receiver": terms.receiver}
         affinity = at.gateway.routing.affinity(subjects.token(self.order.creator), self.order.id)
         try:
-            await self.store(at.gateway.bus, addresses, affinity)
-            at.gateway.replies.confirm(relay)
+            sequence = await self.store(at.gateway.bus, addresses, affinity)
+            queue = at.gateway.routing.shard(self.order.klass, affinity).queue
+            at.gateway.replies.confirm(relay, None if self.order.conversation else Queued(queue, sequence))
         except ReplyError as error:
             relay.finish(error.body())
 

@@ -81,6 +81,12 @@ class Consumer:
         self._pending_max: int = config["max_ack_pending"]
         self._prefix = f"$JS.ACK.{stream.name}.{self.name}"
         self._deliveries = 0
+        self._newest = 0
+
+    @property
+    def delivered(self) -> dict[str, int]:
+        """The newest delivery, and the newest message that was delivered."""
+        return {"consumer_seq": self._deliveries, "stream_seq": self._newest}
 
     # ---- pulls
 
@@ -163,6 +169,7 @@ class Consumer:
         pending.queued = False
         pending.delivered += 1
         self._deliveries += 1
+        self._newest = max(self._newest, stored.sequence)
         self._lease(stored.sequence, pending)
         at_ns = int(stored.at_s * 1e6) * 1000
         numbers = f"{pending.delivered}.{stored.sequence}.{self._deliveries}.{at_ns}.{len(self.todo)}"

@@ -146,6 +146,7 @@ def _consumer_info(js: JetStream, _: "Link", __: "Publish", place: list[str]) ->
         return {"error": _NO_CONSUMER}
     return {
         "config": consumer.config,
+        "delivered": consumer.delivered,
         "num_pending": len(consumer.todo),
         "num_ack_pending": len(consumer.pending),
         "num_waiting": len(consumer.pulls),

@@ -20,6 +20,7 @@ from pipeline.protocol.claims import Arbiter
 from pipeline.protocol.credits import Ledger, Verdicts
 from pipeline.protocol.messages import Answer, Claim, Gone, read_answer
 from pipeline.protocol.request import Decode, Effect, Effects, Event, Prefill, Stage
+from pipeline.protocol.strays import Strays
 from pipeline.protocol.subjects import parse_ack
 from tests.simulation.plan import Plan
 from workers import decode_job, loops, prefill_job
@@ -152,6 +153,17 @@ def accuser_trusts_itself() -> Iterator[None]:
 
 
 @contextmanager
+def claimed_taken_for_strays() -> Iterator[None]:
+    """A receiver gives back what somebody works on."""
+
+    def claimed(self: Strays, request: str, ack: str) -> None:
+        del self, request, ack
+
+    with patch.object(Strays, "claimed", claimed):
+        yield
+
+
+@contextmanager
 def samplings_spliced() -> Iterator[None]:
     """A reply is continued that hangs on state which has died with its worker."""
 
@@ -217,6 +229,7 @@ PLANTED: Final = (
     Planted("frames of an old claim accepted", frames_of_an_old_claim, "had the go"),
     Planted("no responders taken for gone", no_responders_means_gone, "whose client still waits"),
     Planted("an accuser that does not check itself", accuser_trusts_itself, "NAKed the present delivery"),
+    Planted("what is claimed taken for strays", claimed_taken_for_strays, "NAKed an old delivery"),
     Planted("two samplings spliced", samplings_spliced, "is of no one sampling"),
     Planted("a keeper that tells nobody", buried_in_silence, "whose client still waits"),
     Planted("starts forgotten", starts_forgotten, "is poison, and ended otherwise"),

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from pipeline import outside
@@ -11,7 +12,7 @@ from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import NoResponders
 from pipeline.bus.puller import EXPIRES_S, Delivery, Puller
 from pipeline.errors import CreatorBusy
-from pipeline.protocol.subjects import Shard, parse_ack
+from pipeline.protocol.subjects import Shard, ack_of, parse_ack
 from tests.simulation.broker import SimBroker
 from tests.simulation.loop import Process, VirtualSource, virtual_time
 from tests.simulation.wire import BROKER, SimBus
@@ -146,6 +147,21 @@ def test_what_is_said_of_no_delivery_hits_none() -> None:
         await acks.nak(two, ".".join([*place, "0", "0", "0"]))
         await asyncio.sleep(0.05)
         assert len(came) == 1
+
+    told(story)
+
+
+def test_a_consumer_says_how_far_it_has_delivered_and_hears_who_knows_only_the_sequence() -> None:
+    async def story(_: SimBroker, one: Bus, two: Bus) -> None:
+        came: list[Delivery] = []
+        await pulls(one, came, [], priority=0, batch=3)
+        await one.store(SUBJECT, b"", msg_id="m", timeout_s=1.0)
+        await asyncio.sleep(0.05)
+        info = msgspec.json.decode(await two.request(f"$JS.API.CONSUMER.INFO.{SHARD.queue}", b"", 1.0))
+        assert info["delivered"] == {"consumer_seq": 1, "stream_seq": 1}
+        await acks.nak(two, ack_of(SHARD.queue, 1, 1))
+        await asyncio.sleep(0.05)
+        assert [parse_ack(delivery.ack).delivered for delivery in came] == [1, 2]
 
     told(story)
 
