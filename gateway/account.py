@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence
 
 import msgspec
-import structlog
 
 from gateway.intake import Headers, Order, class_of
 from gateway.replies import Reply
@@ -17,7 +16,7 @@ from pipeline.errors import ErrorBody, ReplyError
 from pipeline.protocol import stages
 from pipeline.protocol.messages import Done
 from pipeline.protocol.records import Facts, Record, creator_as, is_called
-from pipeline.telemetry import metrics
+from pipeline.telemetry import logs, metrics
 from pipeline.telemetry.spans import Passed, Span, spans_of
 
 
@@ -49,7 +48,7 @@ class Account:
         span = self.spans.begin(order.trace, now_s - parts[0].at.asked_s)
         order.trace = span.context
         if span.trace_id:
-            structlog.contextvars.bind_contextvars(trace_id=span.trace_id)  # of this request's task
+            logs.bind(trace_id=span.trace_id)  # of this request's task
         self._open[parts[0].request] = Open(order, parts[0], request_id, span)
         for part in parts[1:]:
             self._open[part.request] = Open(order, part, request_id, Passed(order.trace))

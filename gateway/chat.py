@@ -15,7 +15,6 @@ from typing import Final
 from uuid import uuid4
 
 import msgspec
-import structlog
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway import completions, errors, intake, openai, sse
@@ -98,7 +97,7 @@ class Endpoint:
         headers = dict(scope["headers"])
         request = uuid4().hex
         request_id = intake.request_id_of(headers) or request
-        structlog.contextvars.bind_contextvars(request_id=request_id)
+        logs.bind(request_id=request_id)
         out = Outgoing(send, request_id, scope.get(WRITER))
         try:
             order, places = await self._accept(request, headers, receive)

@@ -59,6 +59,18 @@ def test_in_a_terminal_lines_are_for_people() -> None:
     assert not out.getvalue().startswith("{")
 
 
+def test_a_traceback_shows_no_variables_in_a_terminal_either() -> None:
+    out = Terminal()
+    logs.configure("gateway", out, {})
+    prompt = "what nobody may read"
+    try:
+        raise ValueError(len(prompt))
+    except ValueError:
+        logs.get("app").exception("failed")
+    assert "ValueError: 20" in out.getvalue()
+    assert prompt not in out.getvalue()
+
+
 def test_the_level_comes_from_the_environment() -> None:
     out = io.StringIO()
     logs.configure("gateway", out, {"HEADRACE_LOG": "WARNING"})

@@ -4,7 +4,6 @@ from collections import Counter
 from typing import Final
 
 import anyio
-import structlog
 
 from pipeline.bus import reading
 from pipeline.bus.connection import Bus
@@ -12,9 +11,9 @@ from pipeline.bus.errors import BusError
 from pipeline.limits import SCAN_PERIOD_S
 from pipeline.protocol import dead_letters
 from pipeline.protocol.subjects import CLASSES, Shard
-from pipeline.telemetry import metrics
+from pipeline.telemetry import logs, metrics
 
-log: Final = structlog.get_logger("backlog")
+log: Final = logs.get("backlog")
 
 
 async def measure_backlog(bus: Bus, period_s: float = SCAN_PERIOD_S) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Final
 
 import msgspec
-import structlog
 
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
@@ -17,9 +16,10 @@ from pipeline.limits import ORDERS_WAITING_MAX
 from pipeline.protocol import subjects
 from pipeline.protocol.control import Order, Standing, State, obey, order_decoder
 from pipeline.protocol.messages import encode
+from pipeline.telemetry import logs
 from workers.loops import Loops
 
-log: Final = structlog.get_logger("control")
+log: Final = logs.get("control")
 
 
 class Control:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 import msgspec
-import structlog
 
 from pipeline import outside
 from pipeline.bus import batch, reading
@@ -22,8 +21,9 @@ from pipeline.limits import CONVERSATION_TRIES_MAX, SLOT_BYTES_MAX, TURNS_KEPT_M
 from pipeline.protocol import conversations, subjects, turns
 from pipeline.protocol.conversations import BUCKET, Pins, Slot, Talk, Ticket
 from pipeline.protocol.turns import SENT, TURNS, Sent, Turn
+from pipeline.telemetry import logs
 
-log: Final = structlog.get_logger("conversations")
+log: Final = logs.get("conversations")
 
 T = TypeVar("T")
 

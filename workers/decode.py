@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Final
 
 import anyio
-import structlog
 from anyio.abc import TaskGroup
 
 from pipeline import outside
@@ -37,7 +36,7 @@ from pipeline.protocol.messages import (
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from pipeline.protocol.stages import AT_WORKERS
-from pipeline.telemetry import metrics
+from pipeline.telemetry import logs, metrics
 from pipeline.telemetry.spans import spans_of
 from workers.conversations import Conversations
 from workers.decode_job import DecodeJob, Desk
@@ -50,7 +49,7 @@ from workers.recording import Recorded
 from workers.starts import Starts
 from workers.tombstones import Tombstones
 
-log: Final = structlog.get_logger("decode")
+log: Final = logs.get("decode")
 
 _TRACED: Final = (Event.WHOLE, Event.GONE, Event.CANCELLED)
 """Ends after which no other worker goes on with the reply."""

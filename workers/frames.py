@@ -6,15 +6,14 @@ All requests of a step wake in the same turn of the event loop, so it is enough 
 from typing import Final
 
 import anyio
-import structlog
 
 from pipeline.bus.connection import Bus
 from pipeline.errors import HeadraceError
 from pipeline.limits import MESSAGE_BYTES_MAX
 from pipeline.protocol.messages import AnyFrame, Encoding, encode, frame_for
-from pipeline.telemetry import metrics
+from pipeline.telemetry import logs, metrics
 
-log: Final = structlog.get_logger("frames")
+log: Final = logs.get("frames")
 
 
 class FrameSender:

@@ -10,8 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Final, Literal
 
-import structlog
-
 from pipeline import outside
 from pipeline.bus.errors import BusError
 from pipeline.errors import DeadlineExceeded, EngineDead, FirstTokenLate, ReplyError, RequestError, ServiceError
@@ -19,11 +17,12 @@ from pipeline.protocol import outcomes
 from pipeline.protocol.records import Facts, Record
 from pipeline.protocol.request import Effect, Event, Stage
 from pipeline.protocol.stages import Decoding, Prefilling
+from pipeline.telemetry import logs
 from pipeline.telemetry.spans import Span
 from workers.bell import Bell
 from workers.holding import Holding
 
-log: Final = structlog.get_logger("job")
+log: Final = logs.get("job")
 
 TELLING_GRACE_S: Final = 5.0
 """After its deadline a request's end is told for this long; then its receiver is taken for gone."""

@@ -9,7 +9,6 @@ from typing import Final
 
 import anyio
 import anyio.lowlevel
-import structlog
 from anyio.abc import TaskGroup
 from msgspec.structs import replace
 
@@ -22,7 +21,7 @@ from pipeline.limits import DRAIN_S
 from pipeline.protocol.arrangement import Now, Role, Sizes, moves, takes
 from pipeline.protocol.messages import Presence
 from pipeline.protocol.presence import Presences
-from pipeline.telemetry import metrics
+from pipeline.telemetry import logs, metrics
 from workers.decode import DecodeWorker
 from workers.engines.port import Engine
 from workers.identity import Identity
@@ -35,7 +34,7 @@ Loop = PrefillWorker | DecodeWorker
 TURN_PERIOD_S: Final = 0.02
 """Between two looks at a worker that turns: well under the time of a prefill."""
 
-log: Final = structlog.get_logger("loops")
+log: Final = logs.get("loops")
 
 
 class Loops:

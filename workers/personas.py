@@ -14,7 +14,6 @@ from typing import Final
 
 import anyio
 import msgspec
-import structlog
 
 from pipeline.bus import reading
 from pipeline.bus.connection import Bus
@@ -35,9 +34,10 @@ from pipeline.protocol.personas import BUCKET, Persona
 from pipeline.protocol.routes import Route
 from pipeline.protocol.turns import assembled
 from pipeline.protocol.warm_messages import Prefix, WarmedUp, WarmUp
+from pipeline.telemetry import logs
 from workers.engines.port import Engine
 
-log: Final = structlog.get_logger("personas")
+log: Final = logs.get("personas")
 
 _PROBES: Final = ("a", "the other one")
 """Two messages that begin with different tokens: what their prompts share is the persona's."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 import anyio
-import structlog
 from anyio.abc import TaskGroup
 
 from pipeline import outside
@@ -21,6 +20,7 @@ from pipeline.protocol.messages import From, notice_decoder
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.records import Record, is_called
 from pipeline.protocol.request import Event
+from pipeline.telemetry import logs
 from workers.holding import EVENT_OF
 from workers.jobs import Job
 from workers.tombstones import FirstSeen, Tombstones
@@ -127,7 +127,7 @@ class Pool(Generic[J]):
     async def _run(self, key: str, job: J) -> None:
         names = {"request": job.holding.request, "request_id": job.holding.request_id, "trace_id": job.span.trace_id}
         # In this task and those that it starts: every line that is logged for the request says which it is.
-        structlog.contextvars.bind_contextvars(**{name: value for name, value in names.items() if value})
+        logs.bind(**{name: value for name, value in names.items() if value})
         try:
             await job.run()
         finally:

@@ -4,15 +4,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-import structlog
-
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
 from pipeline.protocol import subjects
 from pipeline.protocol.messages import Handoff, encode
 from pipeline.protocol.traces import Recorders, Traced, block_hashes, wanted_decoder
+from pipeline.telemetry import logs
 
-log: Final = structlog.get_logger("recording")
+log: Final = logs.get("recording")
 
 
 class Recorded:

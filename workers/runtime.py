@@ -12,7 +12,6 @@ from typing import Final
 
 import anyio
 import anyio.to_thread
-import structlog
 from anyio.abc import TaskGroup
 
 from pipeline import outside
@@ -28,7 +27,7 @@ from pipeline.protocol.arrangement import Role
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.subjects import CLASSES
 from pipeline.protocol.turns import TURNS
-from pipeline.telemetry import spans
+from pipeline.telemetry import logs, spans
 from pipeline.telemetry.lag import measure_lag
 from workers.control import Control
 from workers.engines import launch
@@ -38,7 +37,7 @@ from workers.lease_thread import LeaseThread, lease_thread
 from workers.loops import Loops
 from workers.store_watch import watch_store
 
-log: Final = structlog.get_logger("worker")
+log: Final = logs.get("worker")
 
 AGE_SPARE_S: Final = 30.0
 """From a class's longest deadline to the end of a message: time for a worker, or else the DLQ keeper, to tell how it ended."""

@@ -9,8 +9,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-import structlog
-
 from pipeline import outside
 from pipeline.bus.connection import Bus, Message
 from pipeline.bus.errors import BusError
@@ -21,10 +19,10 @@ from pipeline.protocol.messages import encode, unpack_ids
 from pipeline.protocol.prefixes import Prefixes
 from pipeline.protocol.served import ShardsServed
 from pipeline.protocol.warm_messages import WantPrefix, WarmedUp, WarmUp, prefill_decoder
-from pipeline.telemetry import metrics
+from pipeline.telemetry import logs, metrics
 from workers.engines.port import Engine
 
-log: Final = structlog.get_logger("warm_up")
+log: Final = logs.get("warm_up")
 
 _Asked = tuple[WarmUp, str]
 

@@ -9,6 +9,7 @@ import binascii
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -85,11 +86,26 @@ def split(urls: str) -> list[str]:
     return [url for part in urls.split(",") if (url := part.strip())]
 
 
+def shown(url: str) -> str:
+    """An address without its password."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}" if parts.hostname else url
+    except ValueError:
+        return url
+
+
 def access_of(nats: Nats) -> Access:
     """Read the files that a configuration names. Raises `OperatorError` naming the entry that is wrong."""
     urls = tuple(split(nats.url))
     if not urls:
         raise OperatorError("nats.url is empty.", "Name a server, as nats://127.0.0.1:4222.")
+    for url in urls:
+        if "://" in url and not url.startswith(("nats://", "tls://")):
+            raise OperatorError(
+                f"nats.url names {shown(url)}, which is no way to reach NATS that we speak.",
+                "Name the servers' client ports, as nats://host:4222, or tls://host:4222 where they have TLS.",
+            )
     demands = any(url.startswith("tls://") for url in urls)
     if not demands and (nats.ca or nats.cert):
         raise OperatorError(

@@ -19,13 +19,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-import nats.errors
-from nats.aio.client import PING_PROTO
-from nats.aio.client import Client as NatsClient
-from nats.protocol.command import pub_cmd
-from nats.protocol.parser import STALE_CONNECTION
-
+from pipeline.bus import natspy
 from pipeline.bus.access import Access
+from pipeline.bus.natspy import PING_PROTO, STALE_CONNECTION, pub_cmd
 
 UNSENT_BYTES_MAX: Final = 2 * 1024 * 1024
 """What may wait for the socket: nats-py's own bound, and two of the largest messages. Above it, `publish` waits."""
@@ -51,7 +47,7 @@ Handler = Callable[[Message], None]
 """Takes a message and returns at once: it runs between two reads of the connection."""
 
 
-class Client(NatsClient):
+class Client(natspy.Client):
     """One connection. `failed` hears what a handler raised."""
 
     def __init__(self, failed: Callable[[str, Exception], None]) -> None:
@@ -143,12 +139,12 @@ class Client(NatsClient):
         if STALE_CONNECTION in err_msg:
             await super()._process_err(err_msg)
             return
-        self._err = nats.errors.Error(f"nats: {err_msg.strip(chr(39))}")
+        self._err = natspy.errors.Error(f"nats: {err_msg.strip(chr(39))}")
         await self._error_cb(self._err)  # where the server means to end the connection, it closes the socket itself
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         if initial_connection and self._demands_tls and not info.get("tls_required"):
-            raise nats.errors.Error("the server offers no TLS")
+            raise natspy.errors.Error("the server offers no TLS")
         await super()._process_info(info, initial_connection)
 
     async def _connect_to_server(self, server: Any) -> None:

@@ -10,14 +10,12 @@ import contextlib
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Final, Self
-from urllib.parse import urlsplit
 
 import anyio
-import nats.errors
 
 from pipeline import outside
-from pipeline.bus import store
-from pipeline.bus.access import Access, access_of, split
+from pipeline.bus import natspy, store
+from pipeline.bus.access import Access, access_of, shown, split
 from pipeline.bus.background import Background, handler_failed
 from pipeline.bus.calls import Calls
 from pipeline.bus.client import Client, Handler, Message
@@ -122,7 +120,7 @@ class Bus:
                 f"NATS at {_place(settings.url)} does not let us hear answers: {error}.",
                 "Set nats.inbox_prefix to what the permissions of this NKey name.",
             ) from None
-        except (TimeoutError, OSError, ValueError, nats.errors.Error) as error:
+        except (TimeoutError, OSError, ValueError, natspy.errors.Error) as error:
             reason = bus._unknown or bus._last_error or str(error) or "no answer"
             await bus.close()
             raise OperatorError(
@@ -154,9 +152,9 @@ class Bus:
         """Have `handler` called with every message. The server knows of it when a later `barrier` returns."""
         try:
             return Subscription(self, await self.client.listen(subject, handler))
-        except nats.errors.BadSubjectError:
+        except natspy.errors.BadSubjectError:
             raise BadSubject(f"{subject!r} is no subject to subscribe to.") from None
-        except nats.errors.Error as error:
+        except natspy.errors.Error as error:
             raise Disconnected(f"Not subscribed to {subject}: {error}.") from None
 
     async def publish(
@@ -171,11 +169,11 @@ class Bus:
             raise Disconnected(f"Not sent to {subject}: there is no connection to NATS.")
         try:
             await self.client.publish(subject, data, reply, dict(headers) if headers else None)
-        except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
+        except (natspy.errors.BadSubjectError, natspy.errors.BadHeaderError) as error:
             raise BadSubject(f"Not sent to {subject!r}: {error}.") from None
-        except nats.errors.MaxPayloadError:
+        except natspy.errors.MaxPayloadError:
             raise BodyTooLarge(f"{len(data)} bytes are more than this NATS server takes.") from None
-        except (nats.errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's, for a closed socket
+        except (natspy.errors.Error, OSError, RuntimeError) as error:  # RuntimeError: uvloop's, for a closed socket
             raise Disconnected(f"Not sent to {subject}: {error}.") from None
 
     def post(self, subject: str, data: bytes, reply: str = "") -> None:
@@ -362,12 +360,4 @@ def _check_size(data: bytes, headers: Mapping[str, str] | None) -> None:
 
 def _place(urls: str) -> str:
     """The addresses without their passwords."""
-    return ", ".join(_address(url) for url in split(urls))
-
-
-def _address(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        return f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}" if parts.hostname else url
-    except ValueError:
-        return url
+    return ", ".join(shown(url) for url in split(urls))

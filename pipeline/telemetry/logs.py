@@ -13,10 +13,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final, TextIO, cast
 
-import structlog
-from structlog.typing import FilteringBoundLogger, Processor
-
 from pipeline.errors import OperatorError
+from pipeline.imports import without
+
+with without("rich"):  # it would draw tracebacks, with the variables of every frame
+    import structlog
+    from structlog.typing import FilteringBoundLogger, Processor
 
 LEVEL_VARIABLE: Final = "HEADRACE_LOG"
 
@@ -45,13 +47,18 @@ def configure(process: str, stream: TextIO | None = None, environ: Mapping[str, 
         logger_factory=structlog.WriteLoggerFactory(file=out),
         cache_logger_on_first_use=False,
     )
-    structlog.contextvars.bind_contextvars(process=process)
+    bind(process=process)
 
 
 def get(part: str) -> FilteringBoundLogger:
     """The logger of one part of a process. May be called before `configure`."""
     logger: FilteringBoundLogger = structlog.get_logger(part=part)
     return logger
+
+
+def bind(**names: str) -> None:
+    """Say this in every line of the present task and of those that it begins."""
+    structlog.contextvars.bind_contextvars(**names)
 
 
 class _Stderr:
@@ -77,7 +84,8 @@ _SHARED: Final[tuple[Processor, ...]] = (
 
 def _renderer(terminal: bool) -> Processor:
     if terminal:
-        return structlog.dev.ConsoleRenderer()
+        # The default shows variables, where prompts are, wherever somebody else has imported rich.
+        return structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
     return _json
 
 

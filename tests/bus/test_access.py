@@ -72,6 +72,10 @@ def test_what_is_no_seed_of_a_user_is_refused_by_name(tmp_path: Path, wrong: Any
     ("settings", "sentence"),
     [
         ({"url": " , "}, "nats.url is empty"),
+        (
+            {"url": "nats://h, wss://me:secret@h:443"},
+            "nats.url names wss://h:443, which is no way to reach NATS that we speak",
+        ),
         ({"ca": "x.pem"}, "asks for no TLS"),
         ({"url": "tls://h", "cert": "x.pem"}, "only one is set"),
         ({"url": "tls://h", "ca": "/nowhere/ca.pem"}, "nats.ca, /nowhere/ca.pem, cannot be read: No such file"),
