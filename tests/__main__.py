@@ -2,20 +2,22 @@
 
 Every gate runs, also after one that has failed, so that one run shows all there is to mend. pytest's closing line comes last.
 
-Most tests wait more than they compute, so three processes of pytest share the cores; those with real engines need all of them,
-and come after. A few tests that fail are run once more, alone: the machine may be busy with others' work. One that passes then
-is no failure, but the summary names it, because it may be a race in our own.
+Most tests wait more than they compute, so three processes of pytest (pytest-xdist's) share the cores; those with real engines
+need all of them, and come after. A few tests that fail are run once more, alone: the machine may be busy with others' work. One
+that passes then is no failure, but the summary names it, because it may be a race in our own.
 
 Tests marked `system` need a program that pip does not bring. Where it is missing they are left out, and the summary says so.
 """
 
+import json
+import re
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-
-from tests.side_by_side import Group, Result, added, run_all
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,19 +49,51 @@ CHECKS: dict[str, tuple[str, ...]] = {
 }
 
 COVERAGE = (*PYTHON, "coverage")
-PYTEST = (*COVERAGE, "run", "-m", "pytest", *CHOICE)
+PYTEST = (*PYTHON, "pytest", *CHOICE, "--cov", "--cov-append", "--cov-report=", "--cov-fail-under=0")
 
-ALONE = ("e2e", "benchmarks")
+ALONE = ("tests/e2e", "tests/benchmarks")
 """What needs all cores."""
 
-TOGETHER = {
-    "workers": ("workers", "simulation"),
-    "gateway": ("gateway", "top", "telemetry", "monitoring", "clients", "browser", "chaos", "bus"),
-}
-"""The folders of two processes, of about as many minutes. A third has all others."""
+TOGETHER = ("-n3", "--dist=loadfile", "--no-loadscope-reorder", "--max-worker-restart=0")
+"""The tests of a file share brokers. What a process that crashes still had to run is not run."""
+
+CRASHED = "crashed and worker restarting disabled"
+"""What pytest-xdist says then, while it counts one test as failed."""
+
+FAILED = ROOT / ".pytest_cache" / "v" / "cache" / "lastfailed"
 
 AGAIN_MAX = 5
 """More failures than this are no accident."""
+
+_CLOSING = re.compile(r"^=+ (?P<counts>.*) in (?P<seconds>[\d.]+)s\b.* ?=+$")
+_COUNT = re.compile(r"(\d+) (\w+)")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of pytest: its exit status, its closing line, and whether a process of it crashed."""
+
+    status: int
+    closing: str
+    crashed: bool
+
+    @property
+    def whole(self) -> bool:
+        """Whether every test was run."""
+        return self.status in (0, 1) and not self.crashed
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What its closing line counts, by outcome."""
+        match = _CLOSING.match(self.closing)
+        found = _COUNT.findall(match["counts"]) if match else []
+        return Counter({outcome.replace("errors", "error"): int(number) for number, outcome in found})
+
+    @property
+    def seconds(self) -> float:
+        """As its closing line says."""
+        match = _CLOSING.match(self.closing)
+        return float(match["seconds"]) if match else 0.0
 
 
 def say(text: str) -> None:
@@ -68,53 +102,67 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def groups() -> tuple[list[Group], list[Group]]:
-    """All tests: those that go side by side, and those that follow alone."""
-    named = {*ALONE, *(folder for folders in TOGETHER.values() for folder in folders)}
-    folders = sorted({test.relative_to(ROOT / "tests").parts[0] for test in (ROOT / "tests").rglob("test_*.py")})
-    others = [name for name in folders if name not in named]
-    together = {**TOGETHER, "others": tuple(others)}
-    return [group(name, paths) for name, paths in together.items()], [group("engines", ALONE)]
+def pytest(*arguments: str) -> Ran:
+    """Run it, and show what it says."""
+    closing, crashed = "", False
+    with subprocess.Popen(
+        (*PYTEST, *arguments),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout
+        for line in process.stdout:
+            say(line)
+            closing = line.strip() or closing
+            crashed = crashed or CRASHED in line
+    return Ran(process.returncode, closing, crashed)
 
 
-def group(name: str, paths: tuple[str, ...], *more: str) -> Group:
-    """One process of pytest. What failed in it is remembered apart from others'."""
-    cache = f"cache_dir=.pytest_cache/{name}"
-    return Group(name, (*PYTEST, "-o", cache, *more, *(f"tests/{path}" for path in paths)), paths)
+def added(ran: list[Ran], *, forgiven: bool = False) -> str:
+    """One closing line for all. `forgiven`: what failed has passed since."""
+    counts = sum((run.counts for run in ran), Counter[str]())
+    if forgiven:
+        counts["passed"] += counts.pop("failed", 0) + counts.pop("error", 0)
+    unread = sum(not run.counts for run in ran)
+    told = [f"{number} {outcome}" for outcome, number in sorted(counts.items()) if number]
+    if unread:
+        told.append(f"{unread} without a result")
+    return f"===== {', '.join(told)} in {sum(run.seconds for run in ran):.2f}s ====="
 
 
 def tested(arguments: list[str]) -> tuple[bool, str, list[str]]:
     """Whether all tests pass, pytest's closing line, and those that passed only when they were run again."""
     if arguments:
-        result = run_all([Group("pytest", (*PYTEST, *arguments), ())], ROOT, say)[0]
-        return result.status == 0, result.closing, []
-    together, alone = groups()
-    results = run_all(together, ROOT, say) + run_all(alone, ROOT, say)
-    failed = [result for result in results if result.status != 0]
-    names = [name for result in failed for name in result.failed]
-    if not names or len(names) > AGAIN_MAX or not all(result.ran for result in failed):
-        return not failed, added(results), []
+        once = pytest(*arguments)
+        return once.status == 0, once.closing, []
+    apart = tuple(f"--ignore={folder}" for folder in ALONE)
+    ran = [pytest("--cache-clear", *TOGETHER, *apart), pytest(*ALONE)]
+    names = failed()
+    if not 0 < len(names) <= AGAIN_MAX or not all(run.whole for run in ran) or not all("::" in name for name in names):
+        return all(run.status == 0 for run in ran), added(ran), []
     say(f"\n━━ {len(names)} failed, and are run again ━━\n")
-    repeated = [run_all([again(result)], ROOT, say)[0] for result in failed]
-    if any(result.status for result in repeated):
-        return False, added(results), []
-    return True, added(results, forgiven=True), names
+    if pytest("--last-failed").status != 0:
+        return False, added(ran), []
+    return True, added(ran, forgiven=True), names
 
 
-def again(result: Result) -> Group:
-    """Only what has failed."""
-    return group(result.group.name, result.group.paths, "--last-failed", "--last-failed-no-failures", "none")
+def failed() -> list[str]:
+    """What has failed, as pytest remembers it: tests, and files that could not be read."""
+    return sorted(json.loads(FAILED.read_text("utf-8"))) if FAILED.exists() else []
 
 
 def main() -> int:
     """The exit status: 0 where every gate has passed."""
     passed: dict[str, tuple[bool, float]] = {}
 
-    def gate(name: str, *commands: tuple[str, ...]) -> None:
+    def gate(name: str, command: tuple[str, ...]) -> None:
         say(f"\n━━ {name} ━━\n")
         began_s = time.monotonic()
-        failed = [subprocess.run(one, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode for one in commands]
-        passed[name] = not any(failed), time.monotonic() - began_s
+        status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+        passed[name] = status == 0, time.monotonic() - began_s
 
     for name, command in CHECKS.items():
         gate(name, command)
@@ -123,7 +171,7 @@ def main() -> int:
     began_s = time.monotonic()
     good, closing, unsteady = tested(sys.argv[1:])
     passed["pytest"] = good, time.monotonic() - began_s
-    gate("coverage", (*COVERAGE, "combine", "-q"), (*COVERAGE, "report"))
+    gate("coverage", (*COVERAGE, "report"))
     say("\n━━ summary ━━\n")
     for name, (well, took_s) in passed.items():
         say(f"{'passed' if well else 'FAILED':7} {name:13} {took_s:6.1f} s\n")
