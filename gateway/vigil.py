@@ -72,21 +72,24 @@ class Vigil:
             self.accuser.distrust_myself(now_s)
         for worker, epoch, heard_s in self._presences.heard_of(("prefill", "decode")):
             self.accuser.heard(f"holder.{worker}", epoch, heard_s)
+        connected, until_s = self._bus.connected, self._heard_until_s
+        silent: set[str] = set()
         for reply in self._replies.all():
             if reply.answer_by_s is not None and now_s > reply.answer_by_s:
                 reply.finish(LOST)
-        self._judge_all()
-        self._ask_for_the_silent(now_s)
+            claim = reply.receiver.arbiter.last
+            if claim is None or not connected:
+                continue
+            self._judge(reply, claim, until_s)
+            if self.accuser.wonders(claim, now_s):
+                silent.add(claim.holder)
+        self._ask_for(silent, now_s)
         self._search.look(now_s)
 
-    def _judge_all(self, holder: str | None = None) -> None:
-        """Judge all holders, or one."""
-        # Not until now: what was said since our own last word came back may still be on its way.
-        until_s = self._presences.heard_s("gateway", self._process)
-        for reply in self._replies.all():
-            claim = reply.receiver.arbiter.last
-            if claim is not None and holder in (None, claim.holder):
-                self._judge(reply, claim, until_s)
+    @property
+    def _heard_until_s(self) -> float:
+        """Not until now: what was said since our own last word came back may still be on its way."""
+        return self._presences.heard_s("gateway", self._process)
 
     def was_away(self, now_s: float) -> None:
         """Workers may have taken us for gone. Never publish again: two messages for one request would fence each other."""
@@ -104,8 +107,6 @@ class Vigil:
             await self._bus.barrier()
 
     def _judge(self, reply: Reply, claim: Claim, until_s: float) -> None:
-        if not self._bus.connected:
-            return
         if reply.last_frame_s is not None:
             self.accuser.heard(claim.holder, claim.epoch, reply.last_frame_s)
         if self.accuser.accuses(claim, until_s, loses=reply.lost_with_holder):
@@ -114,12 +115,8 @@ class Vigil:
             self._post(claim.ack, b"-NAK")
             self._replies.given_back(reply)
 
-    def _ask_for_the_silent(self, now_s: float) -> None:
+    def _ask_for(self, silent: set[str], now_s: float) -> None:
         """Ask the broker, once a look, for each holder whose next word is due."""
-        if not self._bus.connected:
-            return
-        claims = (reply.receiver.arbiter.last for reply in self._replies.all())
-        silent = {claim.holder for claim in claims if claim is not None and self.accuser.wonders(claim, now_s)}
         self._asked_s = dict.fromkeys(silent, now_s)
         for holder in silent:
             self._post(holder, ARE_YOU_THERE, f"{self._inbox}.{holder}")
@@ -129,7 +126,11 @@ class Vigil:
         holder = message.subject.removeprefix(f"{self._inbox}.")
         if message.nobody_listens and holder in self._asked_s:
             self.accuser.absent(holder, self._asked_s[holder])
-            self._judge_all(holder)
+            until_s = self._heard_until_s
+            for reply in self._replies.all():
+                claim = reply.receiver.arbiter.last
+                if claim is not None and claim.holder == holder:
+                    self._judge(reply, claim, until_s)
 
     def _post(self, subject: str, data: bytes, reply: str = "") -> None:
         try:

@@ -144,6 +144,8 @@ class Decode(Engine, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decode engine: its table need not say all, so that it has defaults of its own."""
 
     slots: Positive = 16
+    prompt_tokens_beside_replies: Count = 0
+    """Prompt tokens of a step while the engine writes replies, whose gaps it makes; 0: as many as fit into it."""
 
 
 class Both(Decode, frozen=True, kw_only=True, forbid_unknown_fields=True):

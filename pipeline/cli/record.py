@@ -106,14 +106,17 @@ class Sink:
 
 async def _record(config: "Config", make_sink: Callable[[], Sink], duration_s: float | None) -> Sink:
     """Ask, write, until it is enough. The file is made once there is a broker."""
+    from pipeline.bus.background import Background
     from pipeline.protocol import subjects
 
     async with listening(config, "headrace-record") as (bus, presences):
         sink, recorder = make_sink(), secrets.token_hex(8)
         await bus.subscribe(subjects.trace_record(recorder), sink.take)
         await bus.barrier()
-        asking = asyncio.create_task(_keep_asking(bus, recorder))
-        showing = asyncio.create_task(_show(sink, presences))
+        beside = [
+            Background(_keep_asking(bus, recorder), "asking workers for records"),
+            Background(_show(sink, presences), "showing how many came"),
+        ]
         try:
             with _signals(sink.over):
                 with contextlib.suppress(TimeoutError):
@@ -121,8 +124,8 @@ async def _record(config: "Config", make_sink: Callable[[], Sink], duration_s: f
                         await sink.over.wait()
                 await asyncio.sleep(LAST_S)
         finally:
-            asking.cancel()
-            showing.cancel()
+            for task in beside:
+                await task.stop()
             sink.finish()
     return sink
 

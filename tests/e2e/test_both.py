@@ -19,8 +19,8 @@ from tests.e2e.test_pipeline import produce
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.anyio]
 
-CACHE = "[both]\nprefill_slots = 1\nkv_cache_bytes = 320_000_000\n"
-"""Room for the largest prompt in prefill, and as much again for replies."""
+CACHE = "[both]\nprefill_slots = 1\nkv_cache_bytes = 320_000_000\nprompt_tokens_beside_replies = 64\n"
+"""Room for the largest prompt in prefill, and as much again for replies. Beside those a prompt is read in small steps."""
 
 FEW = range(0, len(LENGTHS), 3)
 

@@ -78,6 +78,18 @@ def test_extra_arguments_win() -> None:
     assert "seed" not in launch.engine_arguments(config, "prefill", "/model")
 
 
+def test_steps_are_short_beside_replies_where_the_operator_says_so(cpu: bool) -> None:
+    assert "scheduler_cls" not in launch.engine_arguments(Config(), "both", "/model")
+    config = replaced(both=Both(prompt_tokens_beside_replies=32))
+    arguments = launch.engine_arguments(config, "both", "/model")
+    assert arguments["additional_config"] == {launch.BESIDE_REPLIES: 32}
+    assert arguments["max_num_batched_tokens"] == config.both.max_num_batched_tokens
+    assert arguments["scheduler_cls"].endswith(".YieldingScheduler" if cpu else ".AsyncYieldingScheduler")
+    waits = replaced(both=Both(prompt_tokens_beside_replies=32, extra={"async_scheduling": False}))
+    assert launch.engine_arguments(waits, "both", "/model")["scheduler_cls"].endswith(".YieldingScheduler")
+    assert "scheduler_cls" not in launch.engine_arguments(config, "decode", "/model")
+
+
 @pytest.mark.parametrize(
     ("config", "names"),
     [

@@ -3,6 +3,7 @@
 from array import array
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -341,3 +342,29 @@ def note(happened: list[Timed], lasts: dict[str, int]) -> None:
     for _, output in happened:
         if not isinstance(output.what, Step) or output.what.finish_reason is not None:
             lasts[output.key] = lasts.get(output.key, 0) + 1
+
+
+def test_a_prompt_is_read_in_small_steps_only_beside_a_reply() -> None:
+    """A step of 512 tokens takes 51 ms, one of 32 beside a reply 3 ms and what the reply takes."""
+    shape = Shape(block_size=32, chunk_size=32, seats=4, tokens_per_step=512, beside_replies=32)
+    timing = msgspec.structs.replace(TIMING, prefill_overhead_s=0.0, step_per_sequence_s=0.0)
+
+    def read_s(shape: Shape, *, beside_reply: bool = True) -> tuple[float, float]:
+        """When a prompt of 512 tokens has been read, and the longest gap in the reply beside it."""
+        model = engine(timing, shape)
+        if beside_reply:
+            model.submit(decode("r", 32, 60, variant=1), 0.0)
+        happened = run(model, 0.02)
+        model.submit(prefill("p", 512), 0.02)
+        happened += run(model)
+        steps_s = [at_s for at_s, output in happened if isinstance(output.what, Step)]
+        read = next(at_s for at_s, output in happened if output.key == "p")
+        return read - 0.02, max((after - before for before, after in pairwise(steps_s)), default=0.0)
+
+    alone_s, _ = read_s(shape, beside_reply=False)
+    long_s, long_gap_s = read_s(msgspec.structs.replace(shape, beside_replies=0))
+    short_s, short_gap_s = read_s(shape)
+    assert alone_s == pytest.approx(long_s, abs=0.03)
+    assert long_gap_s > 0.05
+    assert short_gap_s < 0.01
+    assert short_s > 16 * 0.007

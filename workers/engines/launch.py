@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from pipeline.config import Config, Engine
+from pipeline.config import Config, Decode, Engine
 from pipeline.errors import OperatorError
 from pipeline.limits import CACHE_BATCHES_KEPT, CACHE_BATCHES_UNREAD
 from pipeline.protocol.arrangement import Role
@@ -33,6 +33,9 @@ SESSION_TTL_S: Final = 600
 
 STAYS: Final = "headrace.stays"
 """In a request's `kv_transfer_params`: our connector neither looks its prompt up in LMCache nor stores it there."""
+
+BESIDE_REPLIES: Final = "headrace.prompt_tokens_beside_replies"
+"""In vLLM's `additional_config`: the bound that our scheduler (`scheduler.py`) keeps."""
 
 HASHES: Final = ("sha256_cbor", "sha256")
 """vLLM's hash functions that give a block the same name in every process. The others begin from random bytes."""
@@ -58,6 +61,12 @@ def settings(config: Config, role: Role) -> Engine:
 def seats(config: Config, role: Role) -> int:
     """Sequences that an engine of `role` runs at a time."""
     return settings(config, role).slots + (config.both.prefill_slots if role == "both" else 0)
+
+
+def beside_replies(config: Config, role: Role) -> int:
+    """Prompt tokens of a step that writes replies; 0: as many as fit."""
+    engine = settings(config, role)
+    return engine.prompt_tokens_beside_replies if isinstance(engine, Decode) else 0
 
 
 def environment(config: Config, role: Role) -> dict[str, str]:
@@ -123,9 +132,20 @@ def engine_arguments(config: Config, role: Role, model_path: str, events_at: Pat
         arguments["kv_events_config"] = cache_events(events_at)
     if cpu_build():
         arguments |= _cpu_arguments()
+    if tokens := beside_replies(config, role):
+        arguments |= _yielding(engine, tokens)
     arguments |= dict(engine.extra)
     _check_hashes(role, str(arguments["prefix_caching_hash_algo"]))
     return arguments
+
+
+def _yielding(engine: Engine, tokens: int) -> dict[str, Any]:
+    """Steps that are short beside replies. vLLM plans a step while another runs, but on CPU."""
+    waits = cpu_build() or engine.extra.get("async_scheduling") is False
+    return {
+        "scheduler_cls": f"workers.engines.scheduler.{'' if waits else 'Async'}YieldingScheduler",
+        "additional_config": {BESIDE_REPLIES: tokens},
+    }
 
 
 def cache_events(folder: Path) -> dict[str, Any]:

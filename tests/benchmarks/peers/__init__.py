@@ -36,7 +36,9 @@ token of `vllm-replicas`.
     headrace-split       a prefill and a decode worker, a core each, as `headrace up` starts them
     headrace-both        two workers for both roles, a core each; prompts that lack fewer than 256 tokens go directly to decode
     …-small-steps        the same with at most 32 tokens in a step of an engine, instead of 512: gaps are shorter, prefills longer
-    headrace-balanced    with small steps, begun as a prefill and a decode worker, and moved from there by the balancer
+    headrace-both-yielding
+                         small steps only where a reply is being written, and of 512 tokens otherwise
+    headrace-balanced    the same, begun as a prefill and a decode worker, and moved from there by the balancer
     headrace-both-in-time
                          with small steps, and `first_token_s` at the bound of a good reply: what cannot begin by then is
                          refused, and counts as not good. No peer has such a bound

@@ -85,7 +85,8 @@ KINDS: Final = {
     "real": Kind(
         sides=real.SIDES,
         ours=(
-            "headrace-split", "headrace-both", "headrace-both-small-steps", "headrace-balanced", "headrace-both-in-time",
+            "headrace-split", "headrace-both", "headrace-both-small-steps", "headrace-both-yielding", "headrace-balanced",
+            "headrace-both-in-time",
         ),
         orders=workload.small,
         warm=workload.everybody,

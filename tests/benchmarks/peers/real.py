@@ -28,11 +28,13 @@ IN_TIME: Final = "first_token_s = 1.0\n"
 SMALL_STEP: Final = 32
 """Tokens, no fewer than sequences: a long step is the longest gap in every reply beside it; these take 30 to 60 ms of a core."""
 
-
 BALANCED: Final = "[balancer]\nenabled = true\npatience_s = 2.0\nsettle_s = 4.0\n"
 """Sooner than by default: the load stands for seconds here, and not for minutes."""
 
 SMALL_STEPS: Final = f"[both]\nmax_num_batched_tokens = {SMALL_STEP}\n"
+
+YIELDING: Final = f"[both]\nprompt_tokens_beside_replies = {SMALL_STEP}\n"
+"""Small steps only where a reply is being written."""
 
 
 def vllm(site: Site) -> Side:
@@ -114,8 +116,9 @@ SIDES: Final[Mapping[str, Recipe]] = {
     "headrace-split": lambda site: headrace(site, 1, 1, 0, ""),
     "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH),
     "headrace-both-small-steps": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{SMALL_STEPS}"),
+    "headrace-both-yielding": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{YIELDING}"),
     "headrace-balanced": lambda site: headrace(
-        site, 0, 0, 2, f"{BOTH}{SMALL_STEPS}{BALANCED}", begin_as=("prefill", "decode")
+        site, 0, 0, 2, f"{BOTH}{YIELDING}{BALANCED}", begin_as=("prefill", "decode")
     ),
     "headrace-both-in-time": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{IN_TIME}{SMALL_STEPS}"),
 }

@@ -75,7 +75,7 @@ class SimulatedEngine:
     ) -> None:
         self._config = config
         self._log = CacheLog(cache_faults or CacheFaults(), config.simulated.seed) if role != "decode" else None
-        self._settings = launch.settings(config, role)
+        self._role = role
         self._seats = launch.seats(config, role)
         self._tier = tier
         self._owns_tier = tier is None
@@ -117,7 +117,8 @@ class SimulatedEngine:
             block_size=self._info.block_size,
             chunk_size=self._info.chunk_size,
             seats=self._seats,
-            tokens_per_step=self._settings.max_num_batched_tokens,
+            tokens_per_step=launch.settings(self._config, self._role).max_num_batched_tokens,
+            beside_replies=launch.beside_replies(self._config, self._role),
         )
         self._model = EngineModel(self._config.simulated, shape, self._tier, records=self._log is not None)
         self._death = None

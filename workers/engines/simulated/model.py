@@ -6,7 +6,7 @@
                  └────► loading ───────┘
 
 One step at a time, as vLLM does it: the running sequences in order get the tokens that they lack (one in decode, in prefill as
-many as are left of `max_num_batched_tokens`); then waiting ones are admitted while tokens, seats and blocks last. A step takes
+many as are left of the step, `steps.py`); then waiting ones are admitted while tokens, seats and blocks last. A step takes
 
     step_s + step_per_sequence_s × (sequences that get a token)     if anyone decodes
   + prompt tokens computed / prefill_tokens_per_s
@@ -33,6 +33,7 @@ from workers.engines.port import EngineUsage, Prefilled, Step
 from workers.engines.simulated.blocks import BlockPool, names_of, root_of
 from workers.engines.simulated.reply import Reply
 from workers.engines.simulated.tier import Tier
+from workers.engines.steps import step_tokens
 
 Outcome = Prefilled | Step | EngineFailed
 
@@ -45,12 +46,16 @@ class Output(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The fixed sizes of one engine. `seats` is the number of sequences that may run at a time."""
+    """The fixed sizes of one engine. `seats` is the number of sequences that may run at a time.
+
+    `beside_replies`: prompt tokens of a step in which replies are written, where they are bounded.
+    """
 
     block_size: int
     chunk_size: int
     seats: int
     tokens_per_step: int
+    beside_replies: int = 0
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -226,7 +231,8 @@ class EngineModel:
         self._join_loaded(at_s)
         preemptions = self._preemptions
         shares: list[tuple[_Sequence, int]] = []
-        budget = self._shape.tokens_per_step
+        writing = sum(len(sequence.ids) > sequence.prompt_tokens for sequence in self._running)
+        budget = step_tokens(self._shape.tokens_per_step, self._shape.beside_replies, writing)
         while len(shares) < len(self._running) and budget:
             sequence = self._running[len(shares)]
             if not self._grow(sequence):
