@@ -61,7 +61,7 @@ def test_a_port_in_use_is_named_with_its_setting_and_its_holder() -> None:
         port = holder.getsockname()[1]
         with pytest.raises(
             OperatorError,
-            match=rf"Port {port} on 127\.0\.0\.1 is in use by \S+ \(process \d+\)\..*gateway\.port.*--port",
+            match=rf"Port {port} on 127\.0\.0\.1 is in use by .+ \(process \d+\)\..*gateway\.port.*--port",
         ):
             checks.check_port("127.0.0.1", port, "gateway.port")
     checks.check_port("127.0.0.1", port, "gateway.port")
