@@ -85,6 +85,7 @@ def _member(prefill: Presence | None, decode: Presence | None) -> Member:
         built_for=ROLES.get(said.built_for, ROLES[said.role]),
         slots=prefill.slots if prefill else 0,
         slots_free=prefill.slots_free if prefill else 0,
+        reads_ratio=prefill.reads_ratio if prefill else 0.0,
         blocks=decode.blocks if decode else 0,
         blocks_free=decode.blocks_free if decode else 0,
         asks_waiting=decode.asks_waiting if decode else 0,

@@ -214,6 +214,7 @@ class PrefillWorker:
             slots=self.slots.capacity,
             slots_free=self.slots.free,
             batch_slots_free=self.slots.free_for_batch,
+            reads_ratio=round(self.desk.visits.reads_ratio, 3),
             model=info.model,
             max_model_len=info.max_model_len,
             block_size=info.block_size,

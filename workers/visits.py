@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from pipeline.protocol.classes import BATCH, INTERACTIVE, Weights
 from pipeline.protocol.completions import prompt_logprobs
+from pipeline.protocol.occupancy import Occupancy
 from pipeline.protocol.yielding import Yielding, pieces
 from workers.engines.port import Engine, Prefilled
 
@@ -23,6 +24,7 @@ class Visits:
         self._engine, self._clock = engine, clock
         self._yielding = Yielding(step_tokens, weights)
         self._waiting: dict[Hashable, anyio.Event] = {}
+        self._occupancy = Occupancy(clock())
 
     def weigh(self, weights: Weights) -> None:
         """The classes share so, from the next prompt on."""
@@ -72,27 +74,39 @@ class Visits:
             store_s=store_s,
         )
 
+    @property
+    def reads_ratio(self) -> float:
+        """The share of the last seconds in which the engine had a prompt to read."""
+        return self._occupancy.ratio(self._clock())
+
     def come(self, key: str, tokens: int) -> None:
         """An interactive prompt of which so many tokens have to be computed is read in the engine, by others than us."""
-        self._waiting[key] = anyio.Event()
-        self._let_in(self._yielding.enter(key, INTERACTIVE, tokens))
+        self._enter(key, INTERACTIVE, tokens)
 
     def gone(self, key: str) -> None:
         """It has been read, or is not wanted any more."""
-        del self._waiting[key]
-        self._let_in(self._yielding.leave(key))
+        self._leave(key)
 
     @asynccontextmanager
     async def _visit(self, key: str, klass: str, tokens: int) -> AsyncIterator[None]:
-        came = self._waiting[key] = anyio.Event()
-        self._let_in(self._yielding.enter(key, klass, tokens))
+        came = self._enter(key, klass, tokens)
         try:
             if not came.is_set():  # a look at an event costs a turn of the loop
                 await came.wait()
             yield
         finally:
-            del self._waiting[key]
-            self._let_in(self._yielding.leave(key))
+            self._leave(key)
+
+    def _enter(self, key: str, klass: str, tokens: int) -> anyio.Event:
+        came = self._waiting[key] = anyio.Event()
+        self._occupancy.use(True, self._clock())
+        self._let_in(self._yielding.enter(key, klass, tokens))
+        return came
+
+    def _leave(self, key: str) -> None:
+        del self._waiting[key]
+        self._occupancy.use(bool(self._waiting), self._clock())
+        self._let_in(self._yielding.leave(key))
 
     def _let_in(self, keys: list[Hashable]) -> None:
         for key in keys:

@@ -2,7 +2,8 @@
 
 Two pressures are measured, 0…1, each over all workers that do this part:
 
-    prefill   slots in which prompts are computed, of all slots. One that only waits for credit does not count: that is decode's
+    prefill   the share of the last seconds in which an engine had a prompt to read. Full slots would come too late: an engine
+              reads prompts one after the other, and has no more to give long before all its slots are taken
     decode    blocks that are promised, of all that may be; 1 where asks wait, whatever they wait for
 
 A part is the **bottleneck** while its pressure is high and the other's is not: then a worker of the other part takes a step
@@ -52,13 +53,14 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as its presences tell of it. What it does not do is 0. `blocks_free` may be promised."""
+    """One worker as its presences tell of it. What it does not do is 0. `blocks_free` may be promised; `reads_ratio` is 0…1."""
 
     worker: str
     role: Role
     built_for: Role
     slots: int = 0
     slots_free: int = 0
+    reads_ratio: float = 0.0
     blocks: int = 0
     blocks_free: int = 0
     asks_waiting: int = 0
@@ -98,12 +100,11 @@ def arrangement(members: Sequence[Member]) -> Arrangement:
 
 def pressure(members: Sequence[Member]) -> Pressure:
     """What is measured now."""
-    slots, free = sum(member.slots for member in members), sum(member.slots_free for member in members)
+    reads = [member.reads_ratio for member in members if member.slots]
     waiting = sum(member.asks_waiting for member in members)
-    computing = max(0, slots - free - waiting)
     blocks, room = sum(member.blocks for member in members), sum(member.blocks_free for member in members)
     return Pressure(
-        prefill=computing / slots if slots else 0.0,
+        prefill=sum(reads) / len(reads) if reads else 0.0,
         decode=(1.0 if waiting else 1.0 - room / blocks) if blocks else 0.0,
     )
 

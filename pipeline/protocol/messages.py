@@ -330,6 +330,8 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     slots_free: int = 0
     batch_slots_free: int | None = None
     """Of those, the ones that batch may take. None: any."""
+    reads_ratio: float = 0.0
+    """A prefill worker's: the share of the last seconds in which its engine had a prompt to read."""
     blocks: int = 0
     blocks_free: int = 0
     asks_waiting: int = 0

@@ -10,8 +10,16 @@ from pipeline.protocol.balancer import Balancer, Member, Part, Pressure, Rules, 
 RULES = Rules()
 
 
-def member(worker: str, role: Role, busy: int = 0, used: int = 0, waiting: int = 0, built_for: Role = "both") -> Member:
-    """4 slots and 100 blocks, where it has any."""
+def member(
+    worker: str,
+    role: Role,
+    busy: int = 0,
+    used: int = 0,
+    waiting: int = 0,
+    built_for: Role = "both",
+    reads_ratio: float | None = None,
+) -> Member:
+    """4 slots and 100 blocks, where it has any. Its engine reads for as much of its time as it has busy slots, or as is said."""
     slots, blocks = 4 * takes(role, "prefill"), 100 * takes(role, "decode")
     return Member(
         worker=worker,
@@ -19,6 +27,7 @@ def member(worker: str, role: Role, busy: int = 0, used: int = 0, waiting: int =
         built_for=built_for,
         slots=slots,
         slots_free=slots - busy,
+        reads_ratio=busy / 4 if reads_ratio is None else reads_ratio,
         blocks=blocks,
         blocks_free=blocks - used,
         asks_waiting=waiting,
@@ -30,12 +39,17 @@ def member(worker: str, role: Role, busy: int = 0, used: int = 0, waiting: int =
     [
         ([], Pressure(0.0, 0.0)),
         ([member("p", "prefill", busy=4), member("d", "decode", used=50)], Pressure(1.0, 0.5)),
-        ([member("p", "prefill", busy=4), member("d", "decode", used=50, waiting=3)], Pressure(0.25, 1.0)),
-        ([member("p", "prefill", busy=2), member("d", "decode", waiting=9)], Pressure(0.0, 1.0)),
+        (
+            [member("p", "prefill", busy=4, reads_ratio=0.25), member("d", "decode", used=50, waiting=3)],
+            Pressure(0.25, 1.0),
+        ),
+        ([member("p", "prefill", busy=1, reads_ratio=1.0), member("d", "decode")], Pressure(1.0, 0.0)),
         ([member("p", "prefill", busy=1), member("b", "both", busy=3, used=50)], Pressure(0.5, 0.5)),
     ],
 )
-def test_a_slot_that_waits_for_credit_is_decodes_pressure(members: list[Member], expected: Pressure) -> None:
+def test_prefill_is_pressed_while_engines_read_and_decode_while_asks_wait(
+    members: list[Member], expected: Pressure
+) -> None:
     assert pressure(members) == expected
 
 
@@ -104,13 +118,15 @@ class Fluid:
 
     def members(self, prefill_load: float, decode_load: float) -> list[Member]:
         """`…_load`: workers' worth of work that comes."""
-        prefill = min(1.0, prefill_load / self.capacity("prefill"))
+        prefill = prefill_load / self.capacity("prefill")
         decode = decode_load / self.capacity("decode")
+        flow = min(1.0, 1.0 / max(prefill, decode, 1e-9))
         return [
             member(
                 worker,
                 role,
-                busy=round(4 * prefill) if takes(role, "prefill") else 0,
+                busy=round(4 * min(1.0, prefill)) if takes(role, "prefill") else 0,
+                reads_ratio=prefill * flow if takes(role, "prefill") else 0.0,
                 used=round(90 * min(1.0, decode)) if takes(role, "decode") else 0,
                 waiting=2 if takes(role, "decode") and decode > 1.0 else 0,
             )

@@ -117,8 +117,6 @@ SIDES: Final[Mapping[str, Recipe]] = {
     "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH),
     "headrace-both-small-steps": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{SMALL_STEPS}"),
     "headrace-both-yielding": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{YIELDING}"),
-    "headrace-balanced": lambda site: headrace(
-        site, 0, 0, 2, f"{BOTH}{YIELDING}{BALANCED}", begin_as=("prefill", "decode")
-    ),
+    "headrace-balanced": lambda site: headrace(site, 0, 0, 2, f"{YIELDING}{BALANCED}", begin_as=("prefill", "decode")),
     "headrace-both-in-time": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{IN_TIME}{SMALL_STEPS}"),
 }
