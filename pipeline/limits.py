@@ -29,6 +29,10 @@ ASKS_WAITING_MAX: Final = 256
 RESERVE_RATIO: Final = 0.10
 """Share of a decode worker's blocks never granted: the source article's threshold for not dispatching."""
 
+UNREAD_MAX: Final = 2
+"""Prompts that a decode engine has still to read itself, from which on none goes straight to it: a third would wait behind two,
+in an engine, where nobody else can have it, and longer than a prefill worker takes for it."""
+
 GRANTS_PER_SEAT: Final = 1.25
 """Sequences that a decode worker grants for each that its engine runs at once: what is still being prefilled for it holds no
 seat yet. More would queue inside the engine, where nobody sees it, instead of in REQUESTS."""

@@ -182,6 +182,7 @@ class DecodeWorker:
             blocks_free=max(0, self.ledger.free - self.ledger.reserve),
             asks_waiting=self.ledger.waiting(),
             batch_asks_waiting=self.ledger.waiting(BATCH),
+            unread=sum(job.unread for job in self._jobs.all()),
             model=info.model,
             max_model_len=info.max_model_len,
             block_size=info.block_size,

@@ -136,6 +136,11 @@ class DecodeJob(Job):
         return self.recorded("decode", seconds(self._said or self.stages), facts=facts, told=told)
 
     @property
+    def unread(self) -> bool:
+        """Whether our engine has its prompt still to read, because no prefill engine has."""
+        return self.handoff.direct and self.times.first_s is None
+
+    @property
     def stage(self) -> Stage:
         return self.state.stage
 

@@ -105,6 +105,10 @@ class Pool(Generic[J]):
         """The job that holds a claim."""
         return next((job for job in self._jobs.values() if job.holding.claim == claim), None)
 
+    def all(self) -> list[J]:
+        """Those that run."""
+        return list(self._jobs.values())
+
     def __len__(self) -> int:
         return len(self._jobs)
 

@@ -7,6 +7,8 @@ import msgspec
 
 from pipeline.bus.connection import Bus
 from pipeline.config import Config
+from pipeline.limits import UNREAD_MAX
+from pipeline.protocol.asking import Grant
 from pipeline.protocol.intake import Rules
 from pipeline.protocol.messages import Presence
 from pipeline.protocol.promptness import Promptness
@@ -50,3 +52,13 @@ class Desk(msgspec.Struct, kw_only=True):
     spans: Spans
     clock: Callable[[], float]
     promptness: Promptness
+
+    def goes_direct(self, missing: int, grant: Grant | None) -> bool:
+        """Whether decode reads a prompt that lacks so many tokens: few, and who decodes it has not enough to read already.
+
+        Without a grant that may be anybody.
+        """
+        if missing >= self.config.requests.direct_tokens_max:
+            return False
+        unread = (peer.unread for peer in self.decoders() if grant is None or grant.decode == peer.id)
+        return max(unread, default=0) < UNREAD_MAX

@@ -305,7 +305,7 @@ class PrefillJob(Job):
         if self.desk.promptness.too_late(missing, began_s, self.first_by_s, self._bound_s):
             raise FirstTokenLate(TOO_LATE_TO_BEGIN, retry_after_s=1.0)
         plain = prompt_logprobs(self._tree) is None
-        self._little = plain and missing < self.desk.config.requests.direct_tokens_max
+        self._little = plain and self.desk.goes_direct(missing, self.asking.grant if self.asking else None)
         self._stays = plain and await self._at_home()
         if self._bound_s and (self._stays or not self._little):  # what goes elsewhere is not read here
             self._read = self.desk.promptness.begin(missing, self._clock())

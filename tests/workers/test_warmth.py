@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import anyio
 import msgspec
@@ -12,6 +13,7 @@ from pipeline import outside
 from pipeline.bus.connection import Bus
 from pipeline.bus.presence import Watcher
 from pipeline.config import Config, Requests
+from pipeline.limits import UNREAD_MAX
 from pipeline.protocol.arrangement import Role
 from pipeline.protocol.budget import cache_salt
 from pipeline.protocol.messages import Done
@@ -176,6 +178,28 @@ async def test_a_prompt_with_little_to_compute_goes_directly_to_decode(broker: N
         assert usage.prefill == "prefill-1"
         long = await made.ask(creator="c1", messages=chat("c1", "Hi. " * 200), max_tokens=4)
         assert not isinstance(long.end, Done), "that one went to the prefill engine, which was to fail"
+
+
+async def test_what_decode_would_only_have_waiting_is_prefilled(broker: NatsServer) -> None:
+    """Two prompts that decode has still to read are as many as one engine gets, whose others nobody else could have."""
+    async with fleet(direct(broker.url, 64)) as made:
+        await made.ask(creator="c1", messages=chat("c1", "Hi."), max_tokens=4)
+        await until(lambda: "c1" in made.prefill().warmth.index.warm)
+        skipped = metrics.PREFILLS_SKIPPED._value.get()
+        decode = made.workers["decode-1"].engine
+        decode.pause()
+
+        def known() -> int:
+            return sum(peer.unread for peer in made.prefill().decoders())
+
+        async with anyio.create_task_group() as asks:
+            for before in range(4):
+                asks.start_soon(partial(made.ask, creator="c1", messages=chat("c1", f"Ho {before}!"), max_tokens=4))
+                await until(lambda before=before: made.decode().under_way > before)
+                await until(lambda before=before: known() > min(before, UNREAD_MAX - 1))
+            assert metrics.PREFILLS_SKIPPED._value.get() - skipped == UNREAD_MAX
+            decode.resume()
+        await until(lambda: known() == 0)
 
 
 async def test_directly_or_not_the_reply_is_the_same(broker: NatsServer) -> None:

@@ -39,7 +39,7 @@ token of `vllm-replicas`.
     headrace-both-yielding
                          small steps only where a reply is being written, and of 512 tokens otherwise
     headrace-balanced    the same, begun as a prefill and a decode worker, and moved from there by the balancer. All prompts are
-                         prefilled: a decode worker that reads some itself is full before its blocks are, and nobody sees it
+                         prefilled: with those that decode reads itself, the split is not the split that it is compared with
     headrace-both-in-time
                          with small steps, and `first_token_s` at the bound of a good reply: what cannot begin by then is
                          refused, and counts as not good. No peer has such a bound
