@@ -153,7 +153,7 @@ def _count_tokens(end: Done) -> None:
 def _facts(order: Order, reply: Reply, end: Done | ErrorBody | None) -> Facts:
     facts: Facts = {"klass": order.klass, "attempts": reply.at.attempts}
     if reply.at.first_s is not None:
-        facts["ttft_ms"] = round(1e3 * (reply.at.first_s - reply.at.asked_s), 2)
+        facts |= {"ttft_ms": round(1e3 * (reply.at.first_s - reply.at.asked_s), 2), "first_of": reply.at.first_of}
     if isinstance(end, ErrorBody):
         return facts | {"code": end.code, "status": end.status}
     if end is not None:

@@ -368,7 +368,8 @@ class Replies:
 
 def _measure(reply: Reply, now_s: float) -> None:
     if reply.last_frame_s is None:
-        reply.at.first_s = now_s
+        last = reply.receiver.arbiter.last
+        reply.at.begins(last.follows if last else None, now_s)
     else:
         _ITL_SECONDS[reply.klass].observe(now_s - reply.last_frame_s)
     reply.last_frame_s = now_s

@@ -12,19 +12,8 @@ import msgspec
 from pipeline import outside
 from pipeline.bus.errors import BusError
 from pipeline.bus.puller import Delivery
-from pipeline.errors import (
-    FirstTokenLate,
-    InvalidField,
-    ModelNotFound,
-    Poisoned,
-    PromptTooLong,
-)
-from pipeline.limits import (
-    CLAIM_PATIENCE_S,
-    HOME_ANSWERS_S,
-    LEASE_SPARE_S,
-    SECOND_ASK_AFTER_S,
-)
+from pipeline.errors import FirstTokenLate, InvalidField, ModelNotFound, Poisoned, PromptTooLong
+from pipeline.limits import CLAIM_PATIENCE_S, HOME_ANSWERS_S, LEASE_SPARE_S, SECOND_ASK_AFTER_S
 from pipeline.protocol import intake, subjects, tracing
 from pipeline.protocol.asking import Asking, Grant, Send
 from pipeline.protocol.budget import blocks_needed, cache_salt, reply_tokens
@@ -49,6 +38,7 @@ from pipeline.protocol.request import Effect, Event, Prefill, Stage, step_prefil
 from pipeline.protocol.resume import check_resumable
 from pipeline.protocol.stages import AtPrefill, Prefilling, at_prefill, seconds
 from pipeline.telemetry import metrics
+from workers.beginning import Beginning
 from workers.bell import Bell
 from workers.dead_letters import keep_delivery
 from workers.engines.port import Prefilled
@@ -98,6 +88,7 @@ class PrefillJob(Job):
         self._delivered: list[int] = []
         self._max_tokens = self._weight = 0
         self.prefilled: Prefilled | None = None
+        self._beginning = Beginning(self.holding)
         self._read = desk.promptness.nothing
         self._counting = Start(desk, self.ack)
         self._unkept = self._told_error = self._stays = self._little = False
@@ -175,6 +166,7 @@ class PrefillJob(Job):
 
     def at_once(self) -> dict[Effect, Callable[[], Awaitable[None]]]:
         return {
+            Effect.BEGIN: self._begin,
             Effect.STOP: self._stop,
             Effect.DEAD_LETTER: self._dead_letter,
             Effect.ACK: self._ack,
@@ -193,7 +185,8 @@ class PrefillJob(Job):
             await self._counting.end()
 
     def resend(self, index: int) -> None:
-        """No tokens are sent from here, so none can be missing."""
+        """The receiver misses tokens from this index on: one is sent from here, at most."""
+        self._beginning.resend(index)
 
     def verdict(self, verdict: Verdict) -> list[Send]:
         """A decode worker has answered an ask of this job. Returns what to send it."""
@@ -313,7 +306,8 @@ class PrefillJob(Job):
             self._go_direct(expected if self._stays else 0)
             return
         what = (self.holding.claim, self.intake.klass, prompt, expected, self.salt, self._tree, self.span.context)
-        prefilled = await self.desk.visits.prefill(*what, self.check_deadline)
+        begins = self._max_tokens if self._beginning.may(self._tree, self._delivered) else 0
+        prefilled = await self.desk.visits.prefill(*what, self.check_deadline, begins)
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
         self._read.end(self._clock())
@@ -339,6 +333,10 @@ class PrefillJob(Job):
         self.prefilled = Prefilled(cached_tokens=found, generated_tokens=0, hbm_tokens=found)
         metrics.PREFILLS_SKIPPED.inc(int(self._little))
         self.happen(Event.STORED)
+
+    async def _begin(self) -> None:
+        if self.prefilled is not None and self._beginning.send(self._tree, self._ids, self.prefilled):
+            self.first_by_s = math.inf
 
     async def _hand_off(self) -> None:
         self.check_deadline()

@@ -40,6 +40,7 @@ class Visits:
         chat: Mapping[str, Any],
         trace: Mapping[str, str],
         before_each: Callable[[], None],
+        begins: int = 0,
     ) -> Prefilled:
         """As `Engine.prefill`, of a prompt of which `expected` tokens are taken to be in the engine's cache.
 
@@ -60,7 +61,12 @@ class Visits:
                 wait_s += self._clock() - asked_s
                 last = end == len(token_ids)
                 one = await self._engine.prefill(
-                    key if last else f"{key}.{end}", token_ids[:end], salt, chat if last else None, trace=trace
+                    key if last else f"{key}.{end}",
+                    token_ids[:end],
+                    salt,
+                    chat if last else None,
+                    trace=trace,
+                    begins=begins if last else 0,
                 )
             done = end
             computed += end - one.cached_tokens

@@ -120,13 +120,20 @@ class Bench:
         return calibration.step_s(streams)
 
     async def _sample(self, creator: str, tokens: int) -> Sample:
-        reply = await self._ask(creator, tokens)
+        times: list[float] = []
+        reply = await self._ask(creator, tokens, times=times)
         split, usage = reply.usage.headrace, reply.usage
-        if split is None or reply.ttft_s is None:
+        if split is None or reply.ttft_s is None or len(times) < 2:
             raise OperatorError(
                 "The reply names no workers: this is no gateway of headrace.", "Give its address as --url."
             )
-        return Sample(prompt=usage.prompt_tokens, cached=usage.cached_tokens, hbm=split.hbm_tokens, ttft_s=reply.ttft_s)
+        return Sample(
+            prompt=usage.prompt_tokens,
+            cached=usage.cached_tokens,
+            hbm=split.hbm_tokens,
+            ttft_s=reply.ttft_s,
+            gap_s=times[1] - times[0],
+        )
 
     async def _ask(
         self,
@@ -211,7 +218,7 @@ def text(measured: Measured, out: Path) -> str:
     lines = [
         f"prefill   {rates.prefill_tokens_per_s:,.0f} tokens/s computed, and {rates.prefill_overhead_s * 1e3:.1f} ms a request",
         f"LMCache   {rates.load_tokens_per_s:,.0f} tokens/s into prefill, {rates.handover_tokens_per_s:,.0f} into decode",
-        f"handover  {rates.handover_s * 1e3:.1f} ms, and all else on a request's way",
+        f"handover  {rates.handover_s * 1e3:.1f} ms, and a first token {rates.way_s * 1e3:.1f} ms on its way",
         f"decode    {rates.step_s * 1e3:.2f} ms a step, and {rates.step_per_sequence_s * 1e3:.2f} for each sequence",
         "first token, ms:   " + ", ".join(f"{what} tokens {ms:g}" for what, ms in measured.ttft_ms.items()),
         "decode step, ms:   "

@@ -1,11 +1,13 @@
-"""From the first-token times of a few requests to the rates of the engines behind them.
+"""From the times of a few requests' first two tokens to the rates of the engines behind them.
 
-All that is seen is HTTP. So each rate is a difference: two lengths, or two places where the same prefix was found.
+All that is seen is HTTP: prefill sends the first token, and decode the second. So each rate is a difference: two lengths, or two
+places where the same prefix was found.
 
-    many at a time, long − short     what computing a token keeps prefill busy for, whatever the client sees beside
-    LMCache − own cache              loading it, into prefill and again into decode
-    one at a time, long − short      computing, storing and loading it
-    what is then left                handover, first step, and everything on the way
+    many at a time, long − short             what computing a token keeps prefill busy for, whatever the client sees beside
+    second token, LMCache − own cache        loading it, into prefill and again into decode
+    second token, long − short               computing, storing and loading it
+    what is then left of the second token    handover, a step of decode, and everything on the way
+    what is then left of the first           everything on the way
 
 What is in prefill's own cache is in that of decode, too, as long as there is only one of each: then it is not loaded.
 """
@@ -33,12 +35,19 @@ LENGTH_STEP: Final = 1.3
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One request with nothing beside it: `computed` of its prompt tokens, `hbm` found in prefill's own cache."""
+    """One request with nothing beside it: `computed` of its prompt tokens, `hbm` found in prefill's own cache; `gap_s` is from
+    its first token to its second."""
 
     prompt: int
     cached: int
     hbm: int
     ttft_s: float
+    gap_s: float
+
+    @property
+    def second_s(self) -> float:
+        """Until decode's first token."""
+        return self.ttft_s + self.gap_s
 
     @property
     def computed(self) -> int:
@@ -94,7 +103,8 @@ def rates(samples: Sequence[Sample], saturated: Sequence[Saturated], steps_s: di
     store = max(0.0, _slope(cold) - compute - load)
     step_s, per_sequence_s = line([(float(batch), took_s) for batch, took_s in steps_s.items()])
     moved = compute + store + load
-    behind_s = median(one.ttft_s - one.computed * moved for ones in cold for one in ones) - overhead_s
+    behind_s = median(one.second_s - one.computed * moved for ones in cold for one in ones) - overhead_s
+    way_s = median(one.ttft_s - one.computed * (compute + store) for ones in cold for one in ones) - overhead_s
     return Measured(
         model=model,
         rates=Rates(
@@ -103,6 +113,7 @@ def rates(samples: Sequence[Sample], saturated: Sequence[Saturated], steps_s: di
             prefill_overhead_s=overhead_s,
             load_tokens_per_s=1.0 / max(load, 1.0 / FREE_TOKENS_PER_S),
             store_tokens_per_s=1.0 / max(store, 1.0 / FREE_TOKENS_PER_S),
+            way_s=max(0.0, way_s),
             handover_s=max(0.0, behind_s - step_s - per_sequence_s),
             handover_tokens_per_s=1.0 / max(load, 1.0 / FREE_TOKENS_PER_S),
             step_s=step_s,
@@ -111,7 +122,7 @@ def rates(samples: Sequence[Sample], saturated: Sequence[Saturated], steps_s: di
         notes=notes,
         step_ms_by_batch={str(batch): round(took_s * 1e3, 3) for batch, took_s in steps_s.items()},
         ttft_ms={
-            f"{kind} {median(one.prompt for one in ones):.0f}": round(_ttft_s(ones) * 1e3, 1)
+            f"{kind} {median(one.prompt for one in ones):.0f}": round(median(one.ttft_s for one in ones) * 1e3, 1)
             for kind in get_args(Kind)
             for ones in _by_length(samples, kind)
         },
@@ -129,15 +140,15 @@ def _by_length(samples: Sequence[Sample], kind: Kind) -> list[list[Sample]]:
     return groups
 
 
-def _ttft_s(samples: Sequence[Sample]) -> float:
-    return median(one.ttft_s for one in samples)
+def _second_s(samples: Sequence[Sample]) -> float:
+    return median(one.second_s for one in samples)
 
 
 def _slope(groups: Sequence[Sequence[Sample]]) -> float:
     """Seconds per computed token, from the shortest prompts to the longest."""
     short, long = groups[0], groups[-1]
     tokens = median(one.computed for one in long) - median(one.computed for one in short)
-    return max(0.0, (_ttft_s(long) - _ttft_s(short)) / tokens)
+    return max(0.0, (_second_s(long) - _second_s(short)) / tokens)
 
 
 def _load(hbm: Sequence[Sequence[Sample]], lmcache: Sequence[Sequence[Sample]]) -> tuple[float, list[str]]:
@@ -147,4 +158,4 @@ def _load(hbm: Sequence[Sequence[Sample]], lmcache: Sequence[Sequence[Sample]]) 
             "Loads from LMCache were not measured, since nothing left prefill's own cache: they count as free."
         ]
     loaded = median(one.cached - one.hbm for one in lmcache[-1])
-    return max(0.0, (_ttft_s(lmcache[-1]) - _ttft_s(hbm[-1])) / loaded / 2), []
+    return max(0.0, (_second_s(lmcache[-1]) - _second_s(hbm[-1])) / loaded / 2), []

@@ -49,7 +49,7 @@ class Served(NamedTuple):
 
     @property
     def ttft_s(self) -> float:
-        """From its arrival at the gateway to the first token."""
+        """From its arrival at the gateway to the first token of decode."""
         return self.done_s - self.request.at_s + source.FIRST_TOKEN_S
 
 

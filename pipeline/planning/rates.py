@@ -1,11 +1,13 @@
 """The rates of one engine of each pool, wherever they come from: data sheets, a measurement, or somebody's word.
 
-A first token takes
+The first token that decode makes takes
 
     wait for a slot + overhead + loaded tokens / load rate + computed tokens / (prefill rate, store rate)     in prefill
     + handover + tokens that decode has not / handover rate + one decode step                                 behind it
 
-and a decode step of B sequences `step_s + B × step_per_sequence_s`.
+and a decode step of B sequences `step_s + B × step_per_sequence_s`. That is a reply's first token where the reply hangs on more
+than its tokens (a seed, a grammar, tools), and that is what plans count. A plain one begins with a token of prefill, sooner by
+all that is behind it, and has that time between its first token and its second.
 """
 
 import math
@@ -42,6 +44,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Found in LMCache, loaded by prefill."""
     store_tokens_per_s: PerSecond = math.inf
     """Computed, and written to LMCache before the hand-over."""
+    way_s: Seconds = 0.0
+    """Of a first token that prefill sends, beside what its engine does: into the queue, and out to the client."""
     handover_s: Seconds = HANDOVER_S
     handover_tokens_per_s: PerSecond = math.inf
     """From LMCache, or from prefill itself, into decode."""
@@ -61,7 +65,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.step_s + batch * self.step_per_sequence_s
 
     def behind_prefill_s(self, moved_tokens: float, batch: float) -> float:
-        """From the end of prefill to the first token, where decode loads `moved_tokens`."""
+        """From the end of prefill to the first token of decode, which loads `moved_tokens`."""
         return self.handover_s + moved_tokens / self.handover_tokens_per_s + self.decode_step_s(batch)
 
 

@@ -15,8 +15,9 @@ Assumed, since the source does not say:
 * **LMCache.** Host memory of the prefill nodes, shared by all: 524,288 blocks, 1.37 TB. A worker reads and writes it at 50 GB/s,
   one after another; all together at 200 GB/s. A request holds its slot until what it has computed is stored.
 * **Slots.** 4 per worker, the default of our configuration.
-* **First token.** After prefill: the hand-over (2 ms), then one decode step, which reads 70 GB at 3.35 TB/s (20.9 ms). There is
-  always credit: the decode worker is not what is studied here.
+* **First token.** After prefill: the hand-over (2 ms), then one decode step, which reads 70 GB at 3.35 TB/s (20.9 ms). That is
+  the source's way; a plain reply begins sooner, with a token of prefill. There is always credit: the decode worker is not what is
+  studied here.
 * **Network.** Measured on one host: 0.19 ms from a publish to the worker whose standing pull it answers, with 256 shards and 8
   workers, so 0.1 ms for each of its two ways; and 0.22 ms that a router in Rust adds when it passes a request on to a worker.
 * **Conversations** append: 10 tokens of a message and 30 of its reply a turn. The window of history moves in steps: it grows from
@@ -59,7 +60,7 @@ LMCACHE_BLOCKS_PER_S: Final = 4 * LINK_BLOCKS_PER_S
 HANDOVER_S: Final = 0.002
 DECODE_STEP_S: Final = 0.0209
 FIRST_TOKEN_S: Final = HANDOVER_S + DECODE_STEP_S
-"""From the end of prefill to the first token."""
+"""From the end of prefill to the first token of decode."""
 
 HOP_S: Final = 0.0001
 """To the broker, or from it."""

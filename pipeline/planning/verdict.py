@@ -125,7 +125,8 @@ def _reasons(question: Question, apart: Estimate | None, both: Estimate, gpus: i
     moved_s = question.load.prompt_tokens / question.rates.handover_tokens_per_s + question.rates.handover_s
     reasons.append(
         f"Split {apart.prefill} : {apart.decode}, prefill is {apart.busy:.0%} busy, and a decode engine runs "
-        f"{apart.decode_batch:.0f} sequences; the hand-over costs a first token {moved_s * 1e3:.1f} ms."
+        f"{apart.decode_batch:.0f} sequences; the hand-over takes {moved_s * 1e3:.1f} ms, "
+        "which a plain reply has between its first token and its second, and any other before its first, as counted here."
     )
     if apart.busy < 0.5:
         reasons.append(

@@ -57,8 +57,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     `cached_tokens` of the prompt prefill did not compute: `hbm_tokens` of them it found in its engine's own cache, the others in
     LMCache. `decode_cached_tokens` of it decode did not compute, which is what the hand-off carried. `prefill_generated_tokens`
-    is 1, thrown away, of a batch prompt one for each piece that it was read in; 0 says that the request went directly to
-    decode, and then `cached_tokens` is what decode found.
+    is 1, with which a plain reply begins, and of a batch prompt one for each piece that it was read in; 0 says that the request
+    went directly to decode, and then `cached_tokens` is what decode found.
     `reasoning_tokens` of the completion were reasoning, where a parser tells.
     """
 

@@ -114,6 +114,8 @@ class Effect(Enum):
     RENDER = auto()
     ASK = auto()
     PREFILL = auto()
+    BEGIN = auto()
+    """Send the reply's first token, which prefill has made: decode goes on after what the receiver has."""
     HAND_OFF = auto()
     ACCEPT = auto()
     REFUSE = auto()
@@ -235,7 +237,7 @@ def _progress(state: Prefill, event: Event) -> tuple[Prefill, Effects]:
     if event is E.GO and P.BEGUN not in progress:
         effects = (F.COUNT,)
     if progress == READY:
-        return Prefill(S.HANDING, progress | P.OFFERED), (*effects, F.HAND_OFF)
+        return Prefill(S.HANDING, progress | P.OFFERED), (*effects, F.BEGIN, F.HAND_OFF)
     return Prefill(S.WORKING, progress), effects
 
 

@@ -1,4 +1,4 @@
-"""Whether a reply that another worker had begun can be continued, and how.
+"""Whether a reply that another worker had begun can be continued, and how. Prefill begins it so, and decode goes on.
 
 The receiver says which tokens it has. Greedy and freely sampled replies continue after them: those tokens join the prompt, and
 what follows is drawn as it would have been. What hangs on state that died with the worker (a seed's stream, counts of
@@ -47,6 +47,15 @@ def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
 def continues(chat: Mapping[str, Any]) -> bool:
     """Whether another worker can go on with such a reply after the tokens that have been sent."""
     return stateful_field(chat) is None or _is_greedy_with_seed_only(chat)
+
+
+def begins_at_prefill(chat: Mapping[str, Any], delivered: Sequence[int]) -> bool:
+    """Whether the token that prefill makes may be the reply's first.
+
+    It need not be a good one to go on from: a token that ends the reply is sent as well. What is kept must not hang on which
+    token was drawn, or the replies that begin with it would be drawn twice, and so too seldom.
+    """
+    return not delivered and continues(chat)
 
 
 def check_resumable(chat: Mapping[str, Any], delivered: Sequence[int]) -> None:

@@ -42,7 +42,7 @@ STAGES: Final[Mapping[str, str]] = {
     "handoff": "From prefill to decode, refused and repeated offers included",
     "takeover": "Decode takes the claim over",
     "load": "KV is loaded, and a seat in the decode engine waited for",
-    "first_step": "The rest of the prompt is computed, and the first token",
+    "first_step": "The rest of the prompt is computed, and decode's first token",
     "decode": "From the first token to the last",
     "finish": "What waits is sent, the exchange written down",
     "relay": "From decode to the gateway, and out to the client",
@@ -209,7 +209,7 @@ class _Heard(msgspec.Struct, frozen=True):
 class AtGateway:
     """One request as its gateway sees it, from `asked_s` on. All times are seconds of the gateway's clock."""
 
-    __slots__ = ("_claims", "asked_s", "attempts", "ended_s", "first_s", "sent_s", "stored_s")
+    __slots__ = ("_claims", "asked_s", "attempts", "ended_s", "first_of", "first_s", "sent_s", "stored_s")
 
     def __init__(self, asked_s: float) -> None:
         self.asked_s = asked_s
@@ -218,7 +218,9 @@ class AtGateway:
         self.stored_s: float | None = None
         """When the stream had it."""
         self.first_s: float | None = None
-        """When the first of the reply came."""
+        """When the first of the reply came, …"""
+        self.first_of = ""
+        """… and who sent it: prefill, or decode, before which all its stages up to `first_step` lie."""
         self.ended_s: float | None = None
         """When the last of it did."""
         self.attempts = 0
@@ -231,6 +233,10 @@ class AtGateway:
         if known is None:
             self.attempts += follows is None
         self._claims[claim] = _Heard(now_s, follows if known is None else known.follows)
+
+    def begins(self, claim_follows: str | None, now_s: float) -> None:
+        """The first of the reply has come, under a claim that follows another one where decode has taken it over."""
+        self.first_s, self.first_of = now_s, "prefill" if claim_follows is None else "decode"
 
     def stages(self, now_s: float, claim: str | None = None, said: Stages | None = None) -> dict[str, float]:
         """Every stage in seconds, up to now. `said` under `claim` is what the workers measured; without it, `work` is theirs."""

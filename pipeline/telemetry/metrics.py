@@ -202,9 +202,10 @@ CACHE_EVENT_RESYNCS: Final = Counter(
 )
 PREFILL_GENERATED_TOKENS: Final = Counter(
     "headrace_prefill_generated_tokens",
-    "Tokens made by prefill and thrown away: one a prompt, or a piece of it.",
+    "Tokens made by prefill: one a prompt, or a piece of it.",
     registry=REGISTRY,
 )
+PREFILL_BEGUN: Final = Counter("headrace_prefill_begun", "Replies whose first token prefill sent.", registry=REGISTRY)
 PREFILL_SECONDS: Final = Histogram(
     "headrace_prefill_seconds",
     "One prompt in the prefill engine, until its KV is stored.",

@@ -117,7 +117,7 @@ async def _measured(stack: Stack, bounds: Bounds, run_name: str, rate: float | N
     """How many were served: all of them."""
     load = Load(creators=CREATORS, prompt_words=PROMPT_WORDS, max_tokens=REPLY_TOKENS, run=run_name)
     plan = Plan(
-        orders=overhead.exact(plain(load)),
+        orders=overhead.exact(plain(load), {}),
         times_s=None if rate is None else poisson(rate, run_name),
         bounds=bounds,
         loop=run_name,

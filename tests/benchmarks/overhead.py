@@ -4,7 +4,8 @@ A fleet of its own: a real nats-server, one gateway, one prefill and one decode 
 time and write a token every 4 ms. Prompts have 2,210 tokens, replies 30. On a machine with few cores the load and the fleet
 share them, so all figures are from above. Each is measured apart:
 
-    added first token    what the gateway says of each request until its first token, less what its engines had of it
+    added first token    what the gateway says of each request until its first token, less what its engines had of it: of plain
+                         replies, which prefill begins, and of those with a seed, whose first token comes from decode
     CPU                  of each process, over the seconds of a rate, for each request
     memory               of the gateway, with streams open that it keeps up with and without, for each stream
     refusal              from connecting until all of a 503 is read, with all places taken
@@ -58,8 +59,13 @@ ENGINES: Final = Settings(
 )  # fmt: skip
 """Room for all that is asked of it, so that nothing but our own work takes time."""
 
-ENGINE_STAGES: Final = ("wait", "prefill", "store", "load", "first_step")
-AFTER_FIRST: Final = ("decode", "finish", "relay")
+ENGINE_STAGES: Final = {
+    "prefill": ("wait", "prefill", "store"),
+    "decode": ("wait", "prefill", "store", "load", "first_step"),
+}
+"""The engines' part of a first token, by who has sent it."""
+NOT_OURS: Final = (*ENGINE_STAGES["decode"], "decode", "finish", "relay")
+"""Stages of engines, and what follows a first token wherever it is made."""
 
 RATE: Final = 100.0
 FAST: Final = 250.0
@@ -87,6 +93,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     added_ttft_p50_ms: float
     added_ttft_p99_ms: float
+    added_ttft_of_decode_p50_ms: float
+    added_ttft_of_decode_p99_ms: float
     added_by_stage_ms: dict[str, float]
     gateway_cpu_ms_per_request: float
     pipeline_cpu_ms_per_request: float
@@ -138,7 +146,10 @@ async def _run(sizes: Sizes, told: Callable[[str], None]) -> dict[str, Any]:
         told(f"{RATE:g} requests/s")
         before = len(_lines(folder))
         await _shoot(stack, RATE, sizes.seconds, "base")
-        measured = added(_lines(folder)[before:])
+        plain_lines = _lines(folder)[before:]
+        await _shoot(stack, RATE, sizes.seconds, "seeded", {"seed": 1})
+        seeded = _lines(folder)[before + len(plain_lines) :]
+        measured = added(plain_lines, seeded)
         ramp = [shot async for shot in _climb(stack, sizes, told)]
         told("credits")
         credit_p99_ms = await _credit_p99_ms(stack, sizes.asks)
@@ -172,11 +183,13 @@ async def _stack(settings: Settings = ENGINES) -> AsyncIterator[tuple[Stack, Pat
 # First tokens, CPU, saturation
 
 
-async def _shoot(stack: Stack, rate: float, seconds: float, run_name: str) -> Shot:
-    """An open loop of so many requests a second."""
+async def _shoot(
+    stack: Stack, rate: float, seconds: float, run_name: str, more: Mapping[str, int] | None = None
+) -> Shot:
+    """An open loop of so many requests a second, with `more` in their bodies."""
     load = Load(creators=CREATORS, prompt_words=PROMPT_WORDS, max_tokens=REPLY_TOKENS, run=run_name)
     plan = Plan(
-        orders=exact(plain(load)),
+        orders=exact(plain(load), more or {}),
         times_s=poisson(rate, run_name),
         bounds=Bounds(requests=None, duration_s=seconds, warm_up_s=0.0, in_flight=4096),
         loop=f"{rate:g}/s",
@@ -191,11 +204,11 @@ async def _shoot(stack: Stack, rate: float, seconds: float, run_name: str) -> Sh
     return Shot(served=served, cpu_ms=spent)
 
 
-def exact(orders: Iterator[Order]) -> Iterator[Order]:
-    """Replies of exactly so many tokens."""
+def exact(orders: Iterator[Order], more: Mapping[str, int]) -> Iterator[Order]:
+    """Replies of exactly so many tokens, with `more` in their requests."""
     for order in orders:
         body = msgspec.json.decode(order.body)
-        yield Order(order.creator, msgspec.json.encode(body | {"ignore_eos": True}))
+        yield Order(order.creator, msgspec.json.encode(body | {"ignore_eos": True} | more))
 
 
 async def _climb(stack: Stack, sizes: Sizes, told: Callable[[str], None]) -> AsyncIterator[tuple[float, Shot]]:
@@ -231,20 +244,28 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == "request" and line["outcome"] == "whole"]
 
 
-def added(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """First-token times less the engines' part, and what is left, by stage: medians."""
-    added_s = [
-        (line["ttft_ms"] - sum(line["stages_ms"].get(stage, 0) for stage in ENGINE_STAGES)) / 1000 for line in lines
-    ]
-    ours = {stage for line in lines for stage in line["stages_ms"]} - {*ENGINE_STAGES, *AFTER_FIRST}
+def added(plain_lines: list[dict[str, Any]], seeded: list[dict[str, Any]]) -> dict[str, Any]:
+    """First-token times less the engines' part: plain replies' and seeded ones'. What is ours of these, by stage: medians."""
+    plain_s, seeded_s = added_s(plain_lines), added_s(seeded)
+    ours = {stage for line in seeded for stage in line["stages_ms"]} - {*NOT_OURS}
     by_stage = {
-        stage: _percentile_ms([line["stages_ms"].get(stage, 0) / 1000 for line in lines], 50) for stage in sorted(ours)
+        stage: _percentile_ms([line["stages_ms"].get(stage, 0) / 1000 for line in seeded], 50) for stage in sorted(ours)
     }
     return {
-        "added_ttft_p50_ms": _percentile_ms(added_s, 50),
-        "added_ttft_p99_ms": _percentile_ms(added_s, 99),
+        "added_ttft_p50_ms": _percentile_ms(plain_s, 50),
+        "added_ttft_p99_ms": _percentile_ms(plain_s, 99),
+        "added_ttft_of_decode_p50_ms": _percentile_ms(seeded_s, 50),
+        "added_ttft_of_decode_p99_ms": _percentile_ms(seeded_s, 99),
         "added_by_stage_ms": by_stage,
     }
+
+
+def added_s(lines: list[dict[str, Any]]) -> list[float]:
+    """First-token times of these requests, less what engines had of them."""
+    return [
+        (line["ttft_ms"] - sum(line["stages_ms"].get(stage, 0) for stage in ENGINE_STAGES[line["first_of"]])) / 1000
+        for line in lines
+    ]
 
 
 def cpu_s(stack: Stack) -> dict[str, float]:
@@ -299,7 +320,7 @@ async def _kb_per_stream(streams: int) -> float:
         await _shoot(stack, RATE, 1.0, "warm")
         load = Load(creators=CREATORS, prompt_words=PROMPT_WORDS, max_tokens=STREAM_TOKENS, run="streams")
         plan = Plan(
-            orders=exact(islice(plain(load), streams)),
+            orders=exact(islice(plain(load), streams), {}),
             times_s=poisson(RATE, "streams"),
             bounds=Bounds(requests=streams, duration_s=None, warm_up_s=0.0, in_flight=streams),
             loop="streams",

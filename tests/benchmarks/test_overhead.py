@@ -28,10 +28,10 @@ def test_every_figure_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_engines_do_and_what_follows_the_first_token_is_not_ours() -> None:
-    line = {
-        "ttft_ms": 40.0,
-        "stages_ms": {"accept": 1.0, "prefill": 20.0, "load": 2.0, "first_step": 8.0, "decode": 99.0},
-    }
-    found = added([line])
-    assert found["added_ttft_p50_ms"] == 10.0
+    stages_ms = {"accept": 1.0, "prefill": 20.0, "load": 2.0, "first_step": 8.0, "decode": 99.0}
+    plain = {"ttft_ms": 26.0, "first_of": "prefill", "stages_ms": stages_ms}
+    seeded = {"ttft_ms": 40.0, "first_of": "decode", "stages_ms": stages_ms}
+    found = added([plain], [seeded])
+    assert found["added_ttft_p50_ms"] == 6.0, "what decode does comes after the first token of a plain reply"
+    assert found["added_ttft_of_decode_p50_ms"] == 10.0
     assert found["added_by_stage_ms"] == {"accept": 1.0}

@@ -58,18 +58,25 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Split(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines did with `SPLIT_PROMPTS`, in order. `continued` are replies taken up after so many tokens."""
+    """What two engines did with `SPLIT_PROMPTS`, in order. `continued` are replies taken up after so many tokens.
+
+    `begun` has their first tokens from prefill; `begun_to_stop`, and what was `continued_from_stop`, that of a reply whose first
+    token ends it.
+    """
 
     prefill: EngineInfo
     decode: EngineInfo
     prefilled: list[Prefilled]
     prefilled_again: Prefilled
+    begun: list[Prefilled]
+    begun_to_stop: Prefilled
     replies: list[Reply]
     usage: list[EngineUsage]
     stopped: Reply
     continued: dict[int, tuple[list[int], str]]
     continued_to_stop: tuple[list[int], str]
     continued_after_all: tuple[list[int], str]
+    continued_from_stop: tuple[list[int], str]
     children: list[list[str]]
     seconds: dict[str, float]
 
@@ -172,6 +179,12 @@ async def split(model: str, config: Config) -> Split:
         ]
         marks["decoded"] = clock()
         again = await prefill.prefill("again", prompts[-1], SALT)
+        begun = [
+            await prefill.prefill(f"b{n}", prompt, SALT, SPLIT_PROMPTS[n].chat, begins=REPLY_TOKENS)
+            for n, prompt in enumerate(prompts)
+        ]
+        at_once = {"stop": [replies[0].text[0]]}
+        begun_to_stop = await prefill.prefill("b", prompts[0], SALT, SPLIT_PROMPTS[0].chat | at_once, begins=8)
         stopped = await _stop_early(decode, prompts[0])
         taken_up = _Continued(decode, prompts[0], SPLIT_PROMPTS[0].chat)
         ids = replies[0].token_ids
@@ -183,12 +196,15 @@ async def split(model: str, config: Config) -> Split:
             decode=decode.info,
             prefilled=prefilled,
             prefilled_again=again,
+            begun=begun,
+            begun_to_stop=begun_to_stop,
             replies=replies,
             usage=[prefill.usage(), decode.usage()],
             stopped=stopped,
             continued=continued,
             continued_to_stop=await taken_up.after(ids[:3], stop=[replies[0].text[8:14]]),
             continued_after_all=await taken_up.after(ids),
+            continued_from_stop=await taken_up.after(ids[:1], **at_once),
             children=[],
             seconds={},
         )

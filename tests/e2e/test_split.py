@@ -50,6 +50,19 @@ def test_prefill_finds_a_prompt_it_has_seen(split: Split) -> None:
     assert split.prefilled_again.cached_tokens == loadable(SPLIT_PROMPTS[-1].tokens)
 
 
+def test_prefill_makes_the_first_token_of_the_reply(split: Split) -> None:
+    assert [done.first_id for done in split.begun] == [reply.token_ids[0] for reply in split.replies]
+    assert all(reply.text.startswith(done.first_text) for done, reply in zip(split.begun, split.replies, strict=True))
+    assert any(done.first_text for done in split.begun)
+    assert all(done.first_id is None for done in split.prefilled), "it is made for who asks for it"
+
+
+def test_a_first_token_that_ends_the_reply_says_nothing_and_decode_says_the_end(split: Split) -> None:
+    first = split.replies[0].token_ids[0]
+    assert (split.begun_to_stop.first_id, split.begun_to_stop.first_text) == (first, "")
+    assert split.continued_from_stop == ([first], "")
+
+
 def test_both_engines_may_exchange_kv(split: Split) -> None:
     assert split.prefill.fingerprint == split.decode.fingerprint
     assert re.fullmatch(r"[0-9a-f]{32}", split.prefill.fingerprint)

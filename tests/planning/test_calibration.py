@@ -17,6 +17,7 @@ TRUE = Rates(
     prefill_overhead_s=0.02,
     load_tokens_per_s=30_000.0,
     store_tokens_per_s=20_000.0,
+    way_s=0.004,
     handover_s=0.005,
     handover_tokens_per_s=30_000.0,
     step_s=0.02,
@@ -27,8 +28,9 @@ TRUE = Rates(
 def sample(prompt: int, cached: int = 0, hbm: int = 0) -> Sample:
     computed, loaded = prompt - cached, cached - hbm
     prefill_s = TRUE.prefill_overhead_s + computed / TRUE.prefill_tokens_per_s + computed / TRUE.store_tokens_per_s
-    ttft_s = prefill_s + loaded / TRUE.load_tokens_per_s + TRUE.behind_prefill_s(prompt - hbm, 1)
-    return Sample(prompt=prompt, cached=cached, hbm=hbm, ttft_s=ttft_s)
+    prefilled_s = prefill_s + loaded / TRUE.load_tokens_per_s
+    first_s, second_s = prefilled_s + TRUE.way_s, prefilled_s + TRUE.behind_prefill_s(prompt - hbm, 1)
+    return Sample(prompt=prompt, cached=cached, hbm=hbm, ttft_s=first_s, gap_s=second_s - first_s)
 
 
 def saturated(tokens: int) -> Saturated:

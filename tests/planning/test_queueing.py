@@ -138,7 +138,8 @@ def test_percentiles_are_nearest_ranks() -> None:
 
 
 def test_one_client_waits_for_nobody() -> None:
-    alone_s = closed.first_token_s(RATES, 500) + 20 * RATES.decode_step_s(1) - RATES.decode_step_s(1)
+    prefill_s = RATES.prefill_overhead_s + 500 / RATES.prefill_tokens_per_s + 500 / RATES.store_tokens_per_s
+    alone_s = prefill_s + RATES.behind_prefill_s(500, 1) + (20 - 2) * RATES.decode_step_s(1)
     assert closed.replies_per_s(RATES, 500, 20, 1) == pytest.approx(1 / alone_s)
 
 

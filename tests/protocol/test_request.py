@@ -42,7 +42,7 @@ def decode(*events: Event, arbitrated: bool = True) -> tuple[Decode, list[Effect
 @pytest.mark.parametrize("order", list(itertools.permutations([E.GO, E.STORED, E.GRANTED])))
 def test_the_hand_off_comes_when_all_is_true_in_whatever_order(order: tuple[Event, ...]) -> None:
     state, effects = prefill(E.DELIVERED, E.RENDERED, *order)
-    assert effects == [F.CLAIM, F.RENDER, F.ASK, F.PREFILL, F.HAND_OFF]
+    assert effects == [F.CLAIM, F.RENDER, F.ASK, F.PREFILL, F.BEGIN, F.HAND_OFF]
     assert state == Prefill(S.HANDING, OFFERED)
     assert prefill(E.ACCEPTED, state=state) == (Prefill(S.ENDED, OFFERED), [])
 
@@ -54,7 +54,7 @@ def test_a_silent_decode_worker_loses_the_claim_or_has_it_and_only_the_receiver_
     assert prefill(E.FENCED, state=untaken)[1] == [F.STOP]
     assert prefill(E.GRANTED, state=untaken)[1] == [], "granted elsewhere, but perhaps not ours any more"
     again, effects = prefill(E.GRANTED, E.GO, state=untaken)
-    assert effects == [F.HAND_OFF]
+    assert effects == [F.BEGIN, F.HAND_OFF]
     assert again == handing
 
 
@@ -107,7 +107,7 @@ def test_a_redelivered_request_is_claimed_before_anything_is_spent_on_it() -> No
 def test_a_lost_grant_is_asked_for_again() -> None:
     state, _ = prefill(E.DELIVERED, E.RENDERED, E.GO, E.GRANTED, E.GRANT_LOST, E.STORED)
     assert state.stage is S.WORKING
-    assert prefill(E.GRANTED, state=state)[1] == [F.HAND_OFF]
+    assert prefill(E.GRANTED, state=state)[1] == [F.BEGIN, F.HAND_OFF]
     handing, _ = prefill(E.DELIVERED, E.RENDERED, E.GO, E.GRANTED, E.STORED)
     assert step_prefill(handing, E.GRANT_LOST) == (handing, ()), "whether it was taken, its own answer says"
     again, effects = step_prefill(handing, E.REFUSED)

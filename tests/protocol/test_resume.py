@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import ReplyLost
-from pipeline.protocol.resume import check_resumable
+from pipeline.protocol.resume import begins_at_prefill, check_resumable
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,8 @@ from pipeline.protocol.resume import check_resumable
 )
 def test_a_reply_that_depends_on_its_tokens_alone_is_continued(chat: dict[str, Any]) -> None:
     check_resumable(chat, [1, 2])
+    assert begins_at_prefill(chat, [])
+    assert not begins_at_prefill(chat, [1]), "it has begun"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ def test_a_reply_that_depends_on_its_tokens_alone_is_continued(chat: dict[str, A
 )
 def test_a_reply_with_more_state_starts_again_or_ends_with_an_error(chat: dict[str, Any], field: str) -> None:
     check_resumable(chat, [])
+    assert not begins_at_prefill(chat, [])
     with pytest.raises(ReplyLost) as caught:
         check_resumable(chat, [1, 2])
     assert caught.value.param == field

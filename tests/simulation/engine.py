@@ -73,12 +73,13 @@ class SimEngine(SimulatedEngine):
         salt: str,
         chat: Mapping[str, Any] | None = None,
         trace: Mapping[str, str] | None = None,
+        begins: int = 0,
     ) -> Prefilled:
         """As the engine's. Of poison its process dies, and does nothing more."""
         if _POISON in token_ids:
             self._killed()
             await anyio.sleep_forever()
-        return await super().prefill(key, token_ids, salt, chat, trace=trace)
+        return await super().prefill(key, token_ids, salt, chat, trace=trace, begins=begins)
 
     async def decode(self, key: str, token_ids: Sequence[int], *args: Any, **names: Any) -> AsyncGenerator[Step, None]:
         """As the engine's, which reads the prompt where nobody has."""

@@ -23,7 +23,7 @@ from pipeline.protocol.request import Decode, Effect, Effects, Event, Prefill, S
 from pipeline.protocol.strays import Strays
 from pipeline.protocol.subjects import parse_ack
 from tests.simulation.plan import Plan
-from workers import decode_job, loops, prefill_job
+from workers import beginning, decode_job, loops, prefill_job
 from workers.holding import Holding
 from workers.keeper import Keeper
 from workers.starts import Starts
@@ -175,6 +175,18 @@ def samplings_spliced() -> Iterator[None]:
 
 
 @contextmanager
+def begun_whatever_it_hangs_on() -> Iterator[None]:
+    """Prefill begins every reply, also one that hangs on state which decode has not."""
+
+    def begins(chat: Mapping[str, Any], delivered: Sequence[int]) -> bool:
+        del chat
+        return not delivered
+
+    with patch.object(beginning, "begins_at_prefill", begins):
+        yield
+
+
+@contextmanager
 def buried_in_silence() -> Iterator[None]:
     """The keeper takes what has aged out away, and tells nobody."""
 
@@ -231,6 +243,7 @@ PLANTED: Final = (
     Planted("an accuser that does not check itself", accuser_trusts_itself, "NAKed the present delivery"),
     Planted("what is claimed taken for strays", claimed_taken_for_strays, "NAKed an old delivery"),
     Planted("two samplings spliced", samplings_spliced, "is of no one sampling"),
+    Planted("begun whatever it hangs on", begun_whatever_it_hangs_on, "is of no one sampling"),
     Planted("a keeper that tells nobody", buried_in_silence, "whose client still waits"),
     Planted("starts forgotten", starts_forgotten, "is poison, and ended otherwise"),
     Planted("blocks promised twice", blocks_promised_twice, "blocks beside", crowded),

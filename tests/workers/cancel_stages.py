@@ -88,10 +88,11 @@ class Witness(SimulatedEngine):
         salt: str,
         chat: Mapping[str, Any] | None = None,
         trace: Mapping[str, str] | None = None,
+        begins: int = 0,
     ) -> Prefilled:
         """See `Engine`."""
         with self._at("prefill"):
-            return await super().prefill(key, token_ids, salt, chat, trace=trace)
+            return await super().prefill(key, token_ids, salt, chat, trace=trace, begins=begins)
 
     async def decode(
         self,

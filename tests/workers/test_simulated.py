@@ -156,6 +156,39 @@ async def test_a_reply_continued_elsewhere_equals_the_uninterrupted_one(at: int)
         assert [(list(step.token_ids), step.finish_reason) for step in nothing] == [([], "stop")]
 
 
+@pytest.mark.parametrize("ends_by", ["stop string", "stop token", "length"])
+async def test_a_reply_whose_end_has_been_delivered_says_what_was_held_back(ends_by: str) -> None:
+    async with started(FAST, "decode", "decode") as (first, second):
+        ids = (await first.render(CHAT)).token_ids
+        full = await read(first, "a", ids)
+        at, max_tokens = 4, 100
+        chat: dict[str, Any] = CHAT | {"stop": ["not in it"]}
+        if ends_by == "stop string":
+            chat = CHAT | {
+                "stop": [text_of(full)[len(text_of(full[:at])) - 2 :][:2]],
+                "include_stop_str_in_output": True,
+            }
+        elif ends_by == "stop token":
+            chat |= {"stop_token_ids": [tokens_of(full)[at - 1]]}
+        else:
+            max_tokens = at
+        whole = await read(first, "b", ids, chat, max_tokens=max_tokens)
+        (nothing,) = await read(second, "c", ids, chat, max_tokens=max_tokens, delivered=tokens_of(whole))
+        assert nothing.before + nothing.text == text_of(whole)
+        assert (list(nothing.token_ids), nothing.finish_reason) == ([], whole[-1].finish_reason)
+
+
+async def test_prefill_makes_the_first_token_where_it_is_to_begin_the_reply() -> None:
+    async with started(FAST, "prefill", "decode") as (prefill, decode):
+        ids = (await prefill.render(CHAT)).token_ids
+        begun = await prefill.prefill("a", ids, SALT, CHAT, begins=100)
+        whole = await read(decode, "a", ids)
+        assert begun.first_id == tokens_of(whole)[0]
+        rest = await read(decode, "b", ids, delivered=[begun.first_id])
+        assert (tokens_of(rest), rest[0].before) == (tokens_of(whole)[1:], begun.first_text)
+        assert (await prefill.prefill("b", ids, SALT, CHAT)).first_id is None
+
+
 async def test_several_choices_are_as_many_sequences_each_with_its_own_end() -> None:
     async with started(FAST, "decode") as (decode,):
         ids = (await decode.render(CHAT)).token_ids

@@ -45,7 +45,8 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt's KV is computed and stored. `cached_tokens` were found in HBM or LMCache, not computed.
 
     `prompt_logprobs` (as in `Done`) and `echo_logprobs` (as in `Echo`) are what the request asks of its prompt.
-    `generated_tokens` is what the engine made on the way, always 1 and thrown away: decode samples it anew. No engine says of a
+    `generated_tokens` is what the engine made on the way, always 1. Where the reply was to begin with it, it is `first_id`, and
+    `first_text` is what it adds; else it is thrown away, and decode samples it anew. No engine says of a
     request which part came from where: `hbm_tokens` of the cached ones are those that its cache held by its own events.
     `wait_s` of its time it waited in the engine, for a place and for KV that was loaded; `store_s` went into storing, after
     the prompt was computed. 0 where the engine does not tell.
@@ -58,6 +59,8 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     echo_logprobs: str = ""
     wait_s: float = 0.0
     store_s: float = 0.0
+    first_id: int | None = None
+    first_text: str = ""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,9 +133,12 @@ class Engine(Protocol):
         salt: str,
         chat: Mapping[str, Any] | None = None,
         trace: Mapping[str, str] | None = None,
+        begins: int = 0,
     ) -> Prefilled:
         """Compute the prompt's KV with `max_tokens=1`. Returns when the KV is stored and any decode worker can load it.
 
+        `begins`: the tokens that the reply may have which the generated one is to begin, under the sampling parameters of
+        `chat`; 0: it is thrown away. Where what has begun cannot be continued elsewhere, it is as well.
         Of a `chat` that asks for logprobs of the prompt, nothing of that is taken from a cache.
         `trace`: the trace context under which the engine's own spans hang, where it makes any.
 

@@ -160,6 +160,7 @@ class VllmEngine:
         salt: str,
         chat: Mapping[str, Any] | None = None,
         trace: Mapping[str, str] | None = None,
+        begins: int = 0,
     ) -> Prefilled:
         """Compute and store. Raises `EngineFailed`, `EngineDead`, or `RequestError` for tokens that cannot be a prompt.
 
@@ -169,11 +170,15 @@ class VllmEngine:
         then a decode engine on GPU may look too early, and computes the chunks that it does not find.
         """
         asked = prompt_logprobs(chat) if chat is not None else None
-        parameters = self._chat.prefill_sampling(asked)
+        whole = self._sampled_here(chat, token_ids, begins) if chat is not None and begins else None
+        parameters = self._chat.prefill_sampling(asked) if whole is None else self._chat.first_sampling(whole)
         async with aclosing(self._generate(key, token_ids, salt, parameters, {}, trace=trace)) as outputs:
             async for output in outputs:
                 last = output
-        told = ("", "")
+        told, first_id, first_text = ("", ""), None, ""
+        if whole is not None:
+            first_id = last.outputs[0].token_ids[0]
+            first_text = self._text_of_first(token_ids, whole, first_id)
         if chat is not None and asked is not None:
             told = self._kind(chat).told_of_prompt(self._engine, chat, token_ids, last.prompt_logprobs)
         return Prefilled(
@@ -182,7 +187,22 @@ class VllmEngine:
             prompt_logprobs=told[0],
             echo_logprobs=told[1],
             wait_s=_waited_s(last),
+            first_id=first_id,
+            first_text=first_text,
         )
+
+    def _sampled_here(self, chat: Mapping[str, Any], token_ids: Sequence[int], max_tokens: int) -> Any:
+        """The sampling parameters of a reply that can begin here. None where a parser would have to read it from its start."""
+        kind = self._kind(chat)
+        how = kind.sampling(self._renderer, chat, token_ids, max_tokens, self._defaults)
+        said = kind.Said(self._engine, self._renderer, how.request, token_ids, NO_ECHO, streamed=True)
+        return None if said.is_parsed else how.parameters
+
+    def _text_of_first(self, token_ids: Sequence[int], parameters: Any, first_id: int) -> str:
+        """What decode will find that it has given."""
+        from workers.engines.vllm_resume import Continuation
+
+        return Continuation(self._engine, token_ids, parameters, [first_id]).before
 
     async def decode(
         self,

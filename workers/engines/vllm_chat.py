@@ -274,7 +274,7 @@ def prompt_logprobs_json(logprobs: Any) -> str:
 
 
 def prefill_sampling(prompt_logprobs: int | None = None) -> Any:
-    """One greedy token, which nobody reads: the cheapest request that makes vLLM compute and store a prompt."""
+    """One greedy token, which nobody will read: the cheapest request that makes vLLM compute and store a prompt."""
     return SamplingParams(
         max_tokens=1,
         min_tokens=0,
@@ -283,6 +283,18 @@ def prefill_sampling(prompt_logprobs: int | None = None) -> Any:
         prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def first_sampling(parameters: Any) -> Any:
+    """What vLLM is asked for at prefill: the first token of a reply under these, as a token alone."""
+    first = copy.copy(parameters)
+    first.max_tokens = 1
+    first.min_tokens = min(first.min_tokens, 1)
+    first.stop = []
+    first.detokenize = False
+    first.output_text_buffer_length = 0
+    first.output_kind = RequestOutputKind.FINAL_ONLY
+    return first
 
 
 def finish_reason(reason: str | None) -> FinishReason | None:

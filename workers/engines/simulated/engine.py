@@ -30,7 +30,7 @@ from workers.engines.simulated.blocks import names_of, root_of
 from workers.engines.simulated.cache_log import CacheFaults, CacheLog
 from workers.engines.simulated.mailbox import Alarm, Mailbox
 from workers.engines.simulated.model import EngineModel, Job, Output, Shape
-from workers.engines.simulated.reply import Reply, sampling_of
+from workers.engines.simulated.reply import Reply, first_of, sampling_of
 from workers.engines.simulated.tier import ProcessTier, SharedTier, Tier
 from workers.engines.simulated.words import prompt_of
 
@@ -150,6 +150,7 @@ class SimulatedEngine:
         salt: str,
         chat: Mapping[str, Any] | None = None,
         trace: Mapping[str, str] | None = None,
+        begins: int = 0,
     ) -> Prefilled:
         """See `Engine`; it makes no spans. The KV is in the tier when this returns."""
         self._check_length(len(token_ids))
@@ -157,9 +158,15 @@ class SimulatedEngine:
         job.fails_after = 0 if self._fails("prefill", key) else None
         mailbox = self._submit(job)
         try:
-            return await mailbox.done()
+            done = await mailbox.done()
         finally:
             self._forget(job)
+        if not begins:
+            return done
+        first_id, first_text = first_of(
+            self._config.simulated.seed, job.token_ids.tobytes(), sampling_of(chat or {}), begins
+        )
+        return msgspec.structs.replace(done, first_id=first_id, first_text=first_text)
 
     async def decode(
         self,
@@ -180,7 +187,9 @@ class SimulatedEngine:
         first = jobs[0].reply
         assert first is not None
         if first.over is not None:
-            yield Step(token_ids=(), text="", cached_tokens=0, finish_reason=first.over, before=first.before)
+            yield Step(
+                token_ids=(), text=first.last_words, cached_tokens=0, finish_reason=first.over, before=first.before
+            )
             return
         before, unended = first.before, len(jobs)
         unbegun = dict.fromkeys(range(len(jobs)), echo.text)

@@ -140,7 +140,10 @@ class _Text:
 
 
 class Reply:
-    """One reply, from the token after the `delivered` ones, which have given the text `before`."""
+    """One reply, from the token after the `delivered` ones, which have given the text `before`.
+
+    Where they are the whole of it, `last_words` are what was held back of them.
+    """
 
     def __init__(
         self,
@@ -162,15 +165,12 @@ class Reply:
         self._eos_at = -1 if sampling.ignore_eos else max(length - 1, self._check_from + self._check_from % 2)
         self._stop_ids = frozenset(sampling.stop_token_ids or ())
         self._text = _Text(sampling)
-        self.before = ""
-        for token_id in delivered:
-            self._text.add(token_id)
-            self.before += self._text.say()
+        self.before = self.last_words = ""
         self._over: FinishReason | None = None
-        if delivered and delivered[-1] == EOS and not sampling.ignore_eos:
-            self._over = "stop"
-        elif self._left < 1:
-            self._over = "length"
+        for index, token_id in enumerate(delivered):
+            said, self._over = self._read(token_id, index, max_tokens - index - 1)
+            self.last_words = said if self._over else ""
+            self.before += "" if self._over else said
 
     @property
     def over(self) -> FinishReason | None:
@@ -183,20 +183,20 @@ class Reply:
         index = self._index
         self._index += 1
         self._left -= 1
-        if index == self._eos_at:
-            self._over = "stop"
-            return EOS, self._text.rest(), "stop"
-        token_id = self._token(index)
+        token_id = EOS if index == self._eos_at else self._token(index)
+        text, self._over = self._read(token_id, index, self._left)
+        return token_id, text, self._over
+
+    def _read(self, token_id: int, index: int, left: int) -> tuple[str, FinishReason | None]:
+        """What a token adds, and why it is the last, if it is."""
+        if token_id == EOS and self._eos_at >= 0:
+            return self._text.rest(), "stop"
         before = self._text.length
         self._text.add(token_id)
         ending = self._ending(token_id, before) if index >= self._check_from else None
         if ending is not None:
-            self._over = "stop"
-            return token_id, ending, "stop"
-        if self._left == 0:
-            self._over = "length"
-            return token_id, self._text.rest(), "length"
-        return token_id, self._text.say(), None
+            return ending, "stop"
+        return (self._text.rest(), "length") if left < 1 else (self._text.say(), None)
 
     def _ending(self, token_id: int, before: int) -> str | None:
         """What is left to say where a stop string or token ends the reply here, else None."""
@@ -218,3 +218,9 @@ class Reply:
             self._run = blake2b(number.to_bytes(8, "little"), key=self._root, digest_size=_RUN).digest()
             self._run_number = number
         return self._run[index % _RUN]
+
+
+def first_of(seed: int, prompt: bytes, sampling: Sampling, max_tokens: int) -> tuple[int, str]:
+    """The first token of a reply, and the text with which another engine will go on from it."""
+    token_id, _, _ = Reply(seed, prompt, (), sampling, max_tokens).next()
+    return token_id, Reply(seed, prompt, (token_id,), sampling, max_tokens).before
