@@ -88,5 +88,5 @@ def _member(prefill: Presence | None, decode: Presence | None) -> Member:
         reads_ratio=prefill.reads_ratio if prefill else 0.0,
         blocks=decode.blocks if decode else 0,
         blocks_free=decode.blocks_free if decode else 0,
-        asks_waiting=decode.asks_waiting if decode else 0,
+        full_ratio=decode.full_ratio if decode else 0.0,
     )

@@ -101,6 +101,8 @@ class Requests(_Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who may share cached prefixes: the requests of a creator, all creators of a tenant, or everybody."""
     first_token_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     """An interactive request whose reply has not begun so long after it was queued is refused. 0: it may wait."""
+    prefill_begins: bool = True
+    """Prefill sends the first token of a plain reply. Else decode does, later, with no longer gap after it than after others."""
     direct_tokens_max: Annotated[int, msgspec.Meta(ge=0)] = 0
     """A prompt with fewer tokens than this to compute goes directly to decode, which computes them. 0: none does."""
 

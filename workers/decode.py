@@ -33,6 +33,7 @@ from pipeline.protocol.messages import (
     encode,
     handoff_decoder,
 )
+from pipeline.protocol.occupancy import FULL_MEMORY_S, Occupancy, promised_ratio
 from pipeline.protocol.presence import Presences
 from pipeline.protocol.request import Event
 from pipeline.protocol.stages import AT_WORKERS
@@ -105,6 +106,7 @@ class DecodeWorker:
             spans=self.spans,
             clock=self.clock,
         )
+        self._occupancy = Occupancy(self.clock(), FULL_MEMORY_S)
         self._jobs: Pool[DecodeJob] = Pool(bus, presences, ("decode", me.id), self._ended)
         self._refused = Tombstones(ENDED_REMEMBERED)
         self._recorded = Recorded(bus, self.clock)
@@ -182,6 +184,7 @@ class DecodeWorker:
             blocks_free=max(0, self.ledger.free - self.ledger.reserve),
             asks_waiting=self.ledger.waiting(),
             batch_asks_waiting=self.ledger.waiting(BATCH),
+            full_ratio=round(self._occupancy.ratio(self.clock()), 3),
             unread=sum(job.unread for job in self._jobs.all()),
             model=info.model,
             max_model_len=info.max_model_len,
@@ -257,6 +260,8 @@ class DecodeWorker:
 
     def _measure(self) -> None:
         ledger, usage = self.ledger, self.engine.usage()
+        promised = (ledger.blocks, max(0, ledger.free - ledger.reserve), ledger.seats, ledger.seats_max)
+        self._occupancy.use(promised_ratio(*promised, ledger.waiting()), self.clock())
         if not ledger.reconcile(self._engine_blocks(), self.beside()):
             metrics.LEDGER_DISAGREEMENTS.inc()
         for state, blocks in {

@@ -306,8 +306,8 @@ class PrefillJob(Job):
             self._go_direct(expected if self._stays else 0)
             return
         what = (self.holding.claim, self.intake.klass, prompt, expected, self.salt, self._tree, self.span.context)
-        begins = self._max_tokens if self._beginning.may(self._tree, self._delivered) else 0
-        prefilled = await self.desk.visits.prefill(*what, self.check_deadline, begins)
+        begins = self.desk.config.requests.prefill_begins and self._beginning.may(self._tree, self._delivered)
+        prefilled = await self.desk.visits.prefill(*what, self.check_deadline, self._max_tokens * begins)
         self.times.wait_s, self.times.store_s = prefilled.wait_s, prefilled.store_s
         self.prefilled = msgspec.structs.replace(prefilled, hbm_tokens=min(expected, prefilled.cached_tokens))
         self._read.end(self._clock())

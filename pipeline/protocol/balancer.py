@@ -4,10 +4,12 @@ Two pressures are measured, 0…1, each over all workers that do this part:
 
     prefill   the share of the last seconds in which an engine had a prompt to read. Full slots would come too late: an engine
               reads prompts one after the other, and has no more to give long before all its slots are taken
-    decode    blocks that are promised, of all that may be; 1 where asks wait, whatever they wait for
+    decode    how much of blocks and seats was promised over the last seconds, and 1 while asks waited, whatever for
 
 A part is the **bottleneck** while its pressure is high and the other's is not: then a worker of the other part takes a step
-towards it, and only then. Where both are high the fleet is full, and no role helps.
+towards it, and only then. Where both are high the fleet is full, and no role helps; but where workers for both do all of one
+part, beside others that do nothing but the other, that part is the bottleneck as soon as its own pressure is high: who does
+both is late with both, however much room the others have.
 
     prefill ◄──► both ◄──► decode
 
@@ -53,7 +55,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as its presences tell of it. What it does not do is 0. `blocks_free` may be promised; `reads_ratio` is 0…1."""
+    """One worker as its presences tell of it. What it does not do is 0. `blocks_free` may be promised; ratios: see `Presence`."""
 
     worker: str
     role: Role
@@ -63,7 +65,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     reads_ratio: float = 0.0
     blocks: int = 0
     blocks_free: int = 0
-    asks_waiting: int = 0
+    full_ratio: float = 0.0
 
 
 class Pressure(msgspec.Struct, frozen=True):
@@ -100,22 +102,32 @@ def arrangement(members: Sequence[Member]) -> Arrangement:
 
 def pressure(members: Sequence[Member]) -> Pressure:
     """What is measured now."""
-    reads = [member.reads_ratio for member in members if member.slots]
-    waiting = sum(member.asks_waiting for member in members)
-    blocks, room = sum(member.blocks for member in members), sum(member.blocks_free for member in members)
     return Pressure(
-        prefill=sum(reads) / len(reads) if reads else 0.0,
-        decode=(1.0 if waiting else 1.0 - room / blocks) if blocks else 0.0,
+        prefill=_mean([member.reads_ratio for member in members if member.slots]),
+        decode=_mean([member.full_ratio for member in members if member.blocks]),
     )
 
 
-def bottleneck(now: Pressure, rules: Rules) -> Part | None:
+def _mean(ratios: Sequence[float]) -> float:
+    return sum(ratios) / len(ratios) if ratios else 0.0
+
+
+def bottleneck(now: Pressure, rules: Rules, members: Sequence[Member]) -> Part | None:
     """The part that holds up the other, if one does."""
-    if now.decode >= rules.high and now.prefill < rules.low:
+    left = left_to_both(members)
+    if now.decode >= rules.high and (now.prefill < rules.low or left == "decode"):
         return "decode"
-    if now.prefill >= rules.high and now.decode < rules.low:
+    if now.prefill >= rules.high and (now.decode < rules.low or left == "prefill"):
         return "prefill"
     return None
+
+
+def left_to_both(members: Sequence[Member]) -> Part | None:
+    """The part that only workers for both do, where others do nothing but the other part."""
+    roles = {member.role for member in members}
+    if roles == {"both", "prefill"}:
+        return "decode"
+    return "prefill" if roles == {"both", "decode"} else None
 
 
 class Balancer:
@@ -134,7 +146,7 @@ class Balancer:
     def step(self, now_s: float, members: Sequence[Member]) -> Turn | None:
         """What to do now, about once a second. A turn is taken for done; where it was refused, the next comes after a while."""
         self.pressure = pressure(members)
-        found = bottleneck(self.pressure, self.rules)
+        found = bottleneck(self.pressure, self.rules, members)
         if found != self._bottleneck:
             self._bottleneck, self._since_s = found, now_s
         if found is None or now_s - self._since_s < self.rules.patience_s or now_s < self._settled_s:

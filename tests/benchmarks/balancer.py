@@ -96,7 +96,7 @@ async def _run(parts: tuple[Part, ...], *, balancer: bool) -> Figures:
         for part in parts:
             outcomes: list[Outcome] = []
             await load.open_loop(_orders(part), RATE, asking(running, outcomes, 1000))
-            served.append(_served(part, outcomes, _roles(running)))
+            served.append(_served(part, outcomes, roles(running)))
             all_outcomes += outcomes
         report = verdict.judge(
             all_outcomes,
@@ -119,7 +119,7 @@ def _orders(part: Part) -> list[Order]:
     return made
 
 
-def _served(part: Part, outcomes: list[Outcome], roles: dict[str, str]) -> Served:
+def _served(part: Part, outcomes: list[Outcome], now: dict[str, str]) -> Served:
     whole = [outcome.latency_s for outcome in outcomes if outcome.ending == "whole"]
     later = [outcome for outcome in outcomes if outcome.order.number >= RATE * part.for_s / 2]
     later_whole = [outcome.latency_s for outcome in later if outcome.ending == "whole"]
@@ -131,11 +131,11 @@ def _served(part: Part, outcomes: list[Outcome], roles: dict[str, str]) -> Serve
         p99_ms=percentile_ms(whole, 99),
         second_half_whole_ratio=round(len(later_whole) / max(1, len(later)), 3),
         second_half_p50_ms=percentile_ms(later_whole, 50),
-        roles=roles,
+        roles=now,
     )
 
 
-def _roles(running: Stack) -> dict[str, str]:
+def roles(running: Stack) -> dict[str, str]:
     """What each worker serves as now."""
     names = [worker.name for worker in running.workers()]
     said = {name: [role for role in ROLES if running.takes(role, name)] for name in names}

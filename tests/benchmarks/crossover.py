@@ -4,10 +4,10 @@ The real stack, as `headrace up` starts it, twice: once with every request throu
 so large that those with a warm prefix go directly to decode. In both a creator's prefix is in the prefill engine's own cache and
 in LMCache, and each request adds tokens that nobody has seen. They come one at a time:
 
-    prefill   compute the new tokens in prefill, store them, hand over, load prefix and new tokens in decode, first step
+    prefill   compute the new tokens in prefill, store them, and send its token
     direct    hand over, load the prefix in decode, compute the new tokens there, first step
 
-So the first token comes sooner the direct way, by the store, as long as both engines are as fast. Who pays is everybody else:
+What the direct way has more of before a first token is the load, and what it has less of the store. Who pays is everybody else:
 what decode computes, its running replies wait for. Therefore one long reply runs beside all this, and the longest gap in it while
 a request waits for its first token is measured as well. `direct_tokens_max` is then a choice: the largest gap that one will have.
 """
@@ -195,13 +195,13 @@ def _ask(client: httpx.Client, persona: str, message: str) -> Asked:
 
 
 @contextlib.contextmanager
-def stack(requests: str, simulated: str = "") -> Iterator[Running]:
-    """`headrace up`, ready, with these entries of `[requests]`; at its end nothing is left. On the real engines, unless there are
-    entries of `[simulated]`."""
+def stack(requests: str, simulated: str = "", up: str = "") -> Iterator[Running]:
+    """`headrace up`, ready, with these entries of `[requests]` and `[up]`; at its end nothing is left. On the real engines, but
+    for entries of `[simulated]`."""
     with tempfile.TemporaryDirectory(prefix="headrace-crossover-") as folder:
         config, log = Path(folder, "headrace.toml"), Path(folder, "up.log")
         engine = f"[simulated]\n{simulated}" if simulated else ""
-        config.write_text(f"{PORTS}[requests]\n{requests}[up]\nstate_dir = '{folder}'\n{engine}")
+        config.write_text(f"{PORTS}[requests]\n{requests}[up]\nstate_dir = '{folder}'\n{up}{engine}")
         which = ["--engine", "simulated"] if simulated else ["--model", _model()]
         with log.open("w") as out:
             process = subprocess.Popen(

@@ -67,6 +67,7 @@ async def test_a_whole_reply_is_one_line_with_all_that_helps_to_find_it(served: 
         "decode-1",
     )
     assert line["ttft_ms"] <= line["took_ms"]
+    assert line["first_of"] == "prefill", "the double has one claim, which follows none"
     assert "lovelace" not in lines.getvalue()
     assert "hello" not in lines.getvalue()
     [record] = remembered(served)

@@ -37,7 +37,7 @@ def split() -> Presences:
         said("gateway", "g1"),
         said("gateway", "g2"),
         said("prefill", "w1", serves_as="prefill", built_for="both", slots=4, slots_free=4),
-        said("decode", "w2", serves_as="decode", built_for="both", blocks=100, blocks_free=5, asks_waiting=3),
+        said("decode", "w2", serves_as="decode", built_for="both", blocks=100, blocks_free=5, full_ratio=1.0),
     ):
         presences.heard(peer, time.monotonic() + 60)
     return presences

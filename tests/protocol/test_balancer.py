@@ -5,7 +5,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipeline.protocol.arrangement import Role, takes
-from pipeline.protocol.balancer import Balancer, Member, Part, Pressure, Rules, Turn, bottleneck, choose, pressure
+from pipeline.protocol.balancer import (
+    Balancer,
+    Member,
+    Part,
+    Pressure,
+    Rules,
+    Turn,
+    bottleneck,
+    choose,
+    left_to_both,
+    pressure,
+)
 
 RULES = Rules()
 
@@ -19,7 +30,9 @@ def member(
     built_for: Role = "both",
     reads_ratio: float | None = None,
 ) -> Member:
-    """4 slots and 100 blocks, where it has any. Its engine reads for as much of its time as it has busy slots, or as is said."""
+    """4 slots and 100 blocks, where it has any. Its engine reads for as much of its time as it has busy slots, or as is said, and
+    it is as full as its blocks are, or as asks wait.
+    """
     slots, blocks = 4 * takes(role, "prefill"), 100 * takes(role, "decode")
     return Member(
         worker=worker,
@@ -30,7 +43,7 @@ def member(
         reads_ratio=busy / 4 if reads_ratio is None else reads_ratio,
         blocks=blocks,
         blocks_free=blocks - used,
-        asks_waiting=waiting,
+        full_ratio=(1.0 if waiting else used / 100) if blocks else 0.0,
     )
 
 
@@ -47,7 +60,7 @@ def member(
         ([member("p", "prefill", busy=1), member("b", "both", busy=3, used=50)], Pressure(0.5, 0.5)),
     ],
 )
-def test_prefill_is_pressed_while_engines_read_and_decode_while_asks_wait(
+def test_prefill_is_pressed_while_engines_read_and_decode_while_it_is_full(
     members: list[Member], expected: Pressure
 ) -> None:
     assert pressure(members) == expected
@@ -67,7 +80,29 @@ def test_prefill_is_pressed_while_engines_read_and_decode_while_asks_wait(
 def test_a_part_is_the_bottleneck_only_where_the_other_has_room(
     prefill: float, decode: float, expected: Part | None
 ) -> None:
-    assert bottleneck(Pressure(prefill, decode), RULES) == expected
+    assert bottleneck(Pressure(prefill, decode), RULES, [member("p", "prefill"), member("d", "decode")]) == expected
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["prefill", "decode"], None),
+        (["both", "both"], None),
+        (["prefill", "both"], "decode"),
+        (["both", "decode", "decode"], "prefill"),
+        (["prefill", "both", "decode"], None),
+        ([], None),
+    ],
+)
+def test_who_does_all_of_one_part_and_some_of_the_other_is_helped_where_the_fleet_is_full(
+    roles: list[Role], expected: Part | None
+) -> None:
+    members = [member(f"w{number}", role) for number, role in enumerate(roles)]
+    assert left_to_both(members) == expected
+    assert bottleneck(Pressure(0.9, 0.9), RULES, members) == expected
+    assert bottleneck(Pressure(0.7, 0.7), RULES, members) is None
+    if expected == "decode":
+        assert bottleneck(Pressure(0.9, 0.7), RULES, members) is None, "its own pressure counts"
 
 
 @pytest.mark.parametrize(

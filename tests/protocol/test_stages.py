@@ -35,6 +35,14 @@ def test_stages_at_prefill_follow_each_other_without_a_gap() -> None:
     assert spent(at) == {"render": 5, "wait": 4, "prefill": 26, "store": 10, "handoff": 1}
 
 
+@pytest.mark.parametrize(("follows", "who"), [(None, "prefill"), ("c1", "decode")])
+def test_who_has_begun_a_reply_shows_in_its_claim(follows: str | None, who: str) -> None:
+    at = AtGateway(1.0)
+    assert (at.first_s, at.first_of) == (None, "")
+    at.begins(follows, 1.5)
+    assert (at.first_s, at.first_of) == (1.5, who)
+
+
 def test_credit_that_came_while_the_prompt_was_computed_cost_nothing() -> None:
     assert "credit" not in spent(at_prefill(prefilling(*READY), 10.045))
 

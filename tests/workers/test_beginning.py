@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from pipeline.bus.connection import Message
@@ -75,6 +76,14 @@ async def test_prefill_sends_the_first_token_and_decode_goes_on_after_it(broker:
 async def test_what_hangs_on_more_than_its_tokens_begins_at_decode(broker: NatsServer, fields: dict[str, Any]) -> None:
     async with fleet(config_for(broker.url)) as made:
         caller, _ = await watched(made, max_tokens=3, ignore_eos=True, **fields)
+        assert len({frame.claim for frame in caller.tokens}) == 1
+
+
+async def test_an_operator_may_have_decode_begin_all(broker: NatsServer) -> None:
+    config = config_for(broker.url)
+    requests = msgspec.structs.replace(config.requests, prefill_begins=False)
+    async with fleet(msgspec.structs.replace(config, requests=requests)) as made:
+        caller, _ = await watched(made, max_tokens=3, ignore_eos=True)
         assert len({frame.claim for frame in caller.tokens}) == 1
 
 
