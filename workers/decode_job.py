@@ -269,6 +269,8 @@ class DecodeJob(Job):
         self.times.first_s, self.times.load_s = self._clock(), step.load_s
         self.desk.read(self.handoff.ask, self._cached_tokens)
         metrics.FIRST_STEP_SECONDS.observe(self.times.first_s - began_s)
+        if self._delivered and step.finish_reason is not None and not step.token_ids:
+            return  # all of it was there: the engine has done nothing
         metrics.DECODE_LOADED_TOKENS.inc(step.cached_tokens)
         metrics.DECODE_RECOMPUTED_TOKENS.inc(prompt_tokens + len(self._delivered) - step.cached_tokens)
 

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.bus.connection import Message
 from pipeline.protocol.messages import AnyFrame, Done, Tokens, encode, frames_decoder, unpack_ids
+from pipeline.telemetry import metrics
 from tests.nats_server import NatsServer
 from tests.workers.fleet import PROMPT, Caller, Fleet, config_for, fleet, nothing_left, until
 from workers.beginning import Beginning
@@ -49,6 +50,11 @@ async def watched(made: Fleet, *, deaf_to: int = 0, **fields: Any) -> tuple[Watc
     assert isinstance(end, Done)
     await nothing_left(made.bus)
     return caller, end
+
+
+def recomputed() -> float:
+    value: float = metrics.DECODE_RECOMPUTED_TOKENS._value.get()
+    return value
 
 
 def indices(frames: Sequence[Tokens]) -> list[int]:
@@ -131,6 +137,7 @@ async def test_a_token_that_ends_the_reply_is_sent_as_well(
         whole, _ = await watched(made, max_tokens=4, ignore_eos=True)
         first = whole.tokens[0]
         fields: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
+        before = recomputed()
         fields[ending] = {"stop": [first.text.strip()], "stop_token_ids": [whole.receiver.ids[0]], "max_tokens": 1}[
             ending
         ]
@@ -138,6 +145,7 @@ async def test_a_token_that_ends_the_reply_is_sent_as_well(
         assert [frame.ids for frame in caller.tokens] == [first.ids]
         assert (end.finish_reason, end.usage.completion_tokens) == (reason, 1)
         assert end.text == caller.receiver.text
+        assert recomputed() == before, "decode has computed nothing"
         assert end.text.strip() == (first.text.strip() if says_it else "")
 
 

@@ -33,7 +33,10 @@ token of `vllm-replicas`.
     vllm                 `vllm serve`, one engine with all cores: the colocated baseline
     vllm-replicas        two engines, a core each, behind a cache-aware vllm-router
     vllm-router-pd       a prefill and a decode engine, a core each, over one LMCache server
-    headrace-split       a prefill and a decode worker, a core each, as `headrace up` starts them
+    headrace-split       a prefill and a decode worker, a core each. As in all that follow, decode begins every reply
+                         (`prefill_begins = false`): the SLO counts each gap, and not when tokens come
+    headrace-split-prefill-begins
+                         as `headrace up` starts them: the first token sooner, and a longer gap behind it
     headrace-both        two workers for both roles, a core each; prompts that lack fewer than 256 tokens go directly to decode
     …-small-steps        the same with at most 32 tokens in a step of an engine, instead of 512: gaps are shorter, prefills longer
     headrace-both-yielding

@@ -19,11 +19,11 @@ from workers.engines import launch
 ROOT: Final = Path(__file__).parents[3]
 SEQUENCES: Final = 32
 
-BOTH: Final = "[requests]\ndirect_tokens_max = 256\n"
-"""A prompt whose creator's persona is warm is computed where it is decoded, in the same steps."""
-
-DECODE_BEGINS: Final = "prefill_begins = false\n"
+DECODE_BEGINS: Final = "[requests]\nprefill_begins = false\n"
 """The SLO counts each gap: a first token that comes sooner, and so before a longer gap, is worth less to it than a later one."""
+
+BOTH: Final = f"{DECODE_BEGINS}direct_tokens_max = 256\n"
+"""A prompt whose creator's persona is warm is computed where it is decoded, in the same steps."""
 
 IN_TIME: Final = "first_token_s = 1.0\n"
 """The SLO's bound: whose reply cannot begin by then is refused, and counts as not good."""
@@ -116,13 +116,13 @@ SIDES: Final[Mapping[str, Recipe]] = {
     "vllm-replicas": replicas,
     "vllm-replicas-small-steps": lambda site: replicas(site, SMALL_STEP),
     "vllm-router-pd": vllm_router_pd,
-    "headrace-split": lambda site: headrace(site, 1, 1, 0, ""),
-    "headrace-split-decode-begins": lambda site: headrace(site, 1, 1, 0, f"[requests]\n{DECODE_BEGINS}"),
+    "headrace-split": lambda site: headrace(site, 1, 1, 0, DECODE_BEGINS),
+    "headrace-split-prefill-begins": lambda site: headrace(site, 1, 1, 0, ""),
     "headrace-both": lambda site: headrace(site, 0, 0, 2, BOTH),
     "headrace-both-small-steps": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{SMALL_STEPS}"),
     "headrace-both-yielding": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{YIELDING}"),
     "headrace-balanced": lambda site: headrace(
-        site, 0, 0, 2, f"{BOTH}{DECODE_BEGINS}{YIELDING}{BALANCED}", begin_as=("prefill", "decode")
+        site, 0, 0, 2, f"{DECODE_BEGINS}{YIELDING}{BALANCED}", begin_as=("prefill", "decode")
     ),
     "headrace-both-in-time": lambda site: headrace(site, 0, 0, 2, f"{BOTH}{IN_TIME}{SMALL_STEPS}"),
 }
