@@ -105,8 +105,7 @@ class Referred:
             if not await self._shelf.conversations.pin(conversation, self._origin, self._by, pins):
                 raise Unanswered("Another delivery of this request has entered its conversation.")
         self.persona = pins.persona
-        # Without an arbiter it may have been answered before: a message does not see its own reply.
-        told = [turn for at, turn in history.turns if at <= pins.last and turn.origin != self._origin]
+        told = turns.before((turn for at, turn in history.turns if at <= pins.last), self._origin)
         self._history = turns.corrected(told, [said for at, said in history.sent if at <= pins.sent])
         self._number = told[-1].number + 1 if told else 1
 

@@ -13,6 +13,7 @@ same prompt, to the byte.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 import msgspec
@@ -49,6 +50,12 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True, tag="sent"):
 def start_of(finished: int, window: int, step: int) -> int:
     """How many of `finished` exchanges a prompt leaves out: a multiple of `step`."""
     return max(0, (finished - window) // step * step)
+
+
+def before(turns: Iterable[Turn], origin: str) -> list[Turn]:
+    """The exchanges, in order, that a message may see. One that is delivered again may have been answered, where there is no
+    arbiter to say so: it sees neither its own reply nor what was said after it, and so renders the prompt that it had."""
+    return list(takewhile(lambda turn: turn.origin != origin, turns))
 
 
 def in_window(turns: Sequence[Turn], window: int, step: int) -> list[Turn]:

@@ -80,10 +80,10 @@ def rows(said: Said, before: Samples, after: Samples, *, workers: bool = True, t
                 "headrace_decodes_total",
             ),
             row(
-                "output tokens, at decode",
+                "output tokens, at workers",
                 tokens,
-                grown("headrace_decode_tokens_total"),
-                "headrace_decode_tokens_total",
+                grown("headrace_decode_tokens_total") + grown("headrace_prefill_begun_total"),
+                "headrace_decode_tokens_total + headrace_prefill_begun_total",
             ),
         ]
     for what, client_ms, name in (

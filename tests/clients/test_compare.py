@@ -35,13 +35,15 @@ headrace_prefills_total{outcome="handed_off"} 50.0
 # TYPE headrace_decodes_total counter
 headrace_decodes_total{outcome="whole"} 100.0
 # TYPE headrace_decode_tokens_total counter
-headrace_decode_tokens_total 3010.0
+headrace_decode_tokens_total 2960.0
+# TYPE headrace_prefill_begun_total counter
+headrace_prefill_begun_total 25.0
 """
 
 SAID = Said(requests=100, output_tokens=3000, prompt_tokens=50_000, ttft_ms=505.0, e2e_ms=606.0)
 
 SAMPLES = (
-    Samples.parsed(AFTER) + Samples.parsed(WORKER) + Samples.parsed(WORKER.replace(" 100", " 0").replace(" 3010", " 0"))
+    Samples.parsed(AFTER) + Samples.parsed(WORKER) + Samples.parsed(WORKER.replace(" 100", " 0").replace(" 2960", " 0"))
 )
 
 
@@ -57,7 +59,7 @@ def test_what_was_counted_meanwhile_is_set_beside_what_the_client_says() -> None
         "prompt tokens": 50_000,
         "requests, at prefill": 100,
         "requests, at decode": 100,
-        "output tokens, at decode": 3010,
+        "output tokens, at workers": 3010,
         "first token, mean ms": 500,
         "whole reply, mean ms": 600,
     }

@@ -56,6 +56,12 @@ def test_of_a_step_of_turns_all_but_one_begin_with_the_prompt_before(finished: i
     assert sum(moved) == 1
 
 
+@pytest.mark.parametrize(("origin", "seen"), [("R-4", [1, 2, 3]), ("R-2", [1]), ("R-1", [])])
+def test_a_message_that_is_delivered_again_sees_what_was_said_before_it(origin: str, seen: list[int]) -> None:
+    told = [turn(number) for number in (1, 2, 3)]
+    assert [one.number for one in turns.before(told, origin)] == seen
+
+
 def test_without_turns_there_is_no_history() -> None:
     assert in_window([], 10, 5) == []
     assert prompt([])["messages"] == [{"role": "system", "content": "You are Ada."}, NEW]
