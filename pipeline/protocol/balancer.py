@@ -4,7 +4,7 @@ Two pressures are measured, 0…1, each over all workers that do this part:
 
     prefill   the share of the last seconds in which an engine had a prompt to read. Full slots would come too late: an engine
               reads prompts one after the other, and has no more to give long before all its slots are taken
-    decode    how much of blocks and seats was promised over the last seconds, and 1 while asks waited, whatever for
+    decode    how much of blocks and seats was promised over the last half second, and 1 while asks waited, whatever for
 
 A part is the **bottleneck** while its pressure is high and the other's is not: then a worker of the other part takes a step
 towards it, and only then. Where both are high the fleet is full, and no role helps; but where workers for both do all of one

@@ -338,7 +338,7 @@ class Presence(msgspec.Struct, frozen=True, kw_only=True, tag="presence"):
     batch_asks_waiting: int = 0
     """Of a decode worker's waiting asks, those that let interactive ones go first."""
     full_ratio: float = 0.0
-    """A decode worker's: how much of its blocks and seats was promised over the last seconds, of what it may promise."""
+    """A decode worker's: how much of its blocks and seats was promised over the last half second, of what it may promise."""
     unread: int = 0
     """Prompts that a decode worker's engine reads itself, or has still to read."""
     model: str = ""
