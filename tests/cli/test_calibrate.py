@@ -19,7 +19,7 @@ prefill_tokens_per_s = 4000.0
 prefill_overhead_s = 0.02
 step_s = 0.02
 step_per_sequence_s = 0.004
-lmcache_blocks_per_s = 1000.0
+lmcache_blocks_per_s = 250.0
 kv_blocks = 700
 """
 
@@ -42,7 +42,7 @@ def test_the_rates_of_the_engines_come_out(stack: Up, tmp_path: Path) -> None:
     assert found.model == "smollm2-135m-instruct"
     assert not found.notes
     assert of.prefill_tokens_per_s == pytest.approx(4000, rel=0.4)
-    assert of.load_tokens_per_s == pytest.approx(32_000, rel=0.6)
+    assert of.load_tokens_per_s == pytest.approx(8_000, rel=0.5)
     assert of.step_s == pytest.approx(0.02, rel=0.4)
     assert of.step_per_sequence_s == pytest.approx(0.004, rel=0.5)
     assert set(found.step_ms_by_batch) == {"1", "4", "8"}

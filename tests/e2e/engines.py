@@ -57,11 +57,15 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None
 
 
+TakenUp = tuple[list[int], str, int | str | None]
+"""All tokens and all text of a reply that was taken up, and what ended it."""
+
+
 class Split(msgspec.Struct, frozen=True, kw_only=True):
     """What two engines did with `SPLIT_PROMPTS`, in order. `continued` are replies taken up after so many tokens.
 
-    `begun` has their first tokens from prefill; `begun_to_stop`, and what was `continued_from_stop`, that of a reply whose first
-    token ends it.
+    `begun` has their first tokens from prefill; `begun_to_stop`, and what was `continued_from_stop` and `_from_stop_token`, that
+    of a reply whose first token ends it.
     """
 
     prefill: EngineInfo
@@ -73,10 +77,11 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     replies: list[Reply]
     usage: list[EngineUsage]
     stopped: Reply
-    continued: dict[int, tuple[list[int], str]]
-    continued_to_stop: tuple[list[int], str]
-    continued_after_all: tuple[list[int], str]
-    continued_from_stop: tuple[list[int], str]
+    continued: dict[int, TakenUp]
+    continued_to_stop: TakenUp
+    continued_after_all: TakenUp
+    continued_from_stop: TakenUp
+    continued_from_stop_token: TakenUp
     children: list[list[str]]
     seconds: dict[str, float]
 
@@ -205,6 +210,7 @@ async def split(model: str, config: Config) -> Split:
             continued_to_stop=await taken_up.after(ids[:3], stop=[replies[0].text[8:14]]),
             continued_after_all=await taken_up.after(ids),
             continued_from_stop=await taken_up.after(ids[:1], **at_once),
+            continued_from_stop_token=await taken_up.after(ids[:1], stop_token_ids=ids[:1]),
             children=[],
             seconds={},
         )
@@ -223,15 +229,16 @@ class _Continued:
     def __init__(self, decode: VllmEngine, prompt: list[int], chat: dict[str, Any]) -> None:
         self._decode, self._prompt, self._chat = decode, prompt, chat
 
-    async def after(self, delivered: list[int], **fields: Any) -> tuple[list[int], str]:
-        """All tokens and all text of the reply, of which `delivered` was there."""
-        ids, text = list(delivered), ""
+    async def after(self, delivered: list[int], **fields: Any) -> TakenUp:
+        """The reply, of which `delivered` was there."""
+        ids, text, stop_reason = list(delivered), "", None
         key = f"continued-{len(delivered)}-{len(fields)}"
         steps = self._decode.decode(key, self._prompt, SALT, self._chat | fields, REPLY_TOKENS, delivered)
         async for step in steps:
             ids += step.token_ids
             text += step.before + step.text
-        return ids, text
+            stop_reason = step.stop_reason
+        return ids, text, stop_reason
 
 
 async def _stop_early(decode: VllmEngine, prompt: list[int]) -> Reply:

@@ -60,7 +60,8 @@ def test_prefill_makes_the_first_token_of_the_reply(split: Split) -> None:
 def test_a_first_token_that_ends_the_reply_says_nothing_and_decode_says_the_end(split: Split) -> None:
     first = split.replies[0].token_ids[0]
     assert (split.begun_to_stop.first_id, split.begun_to_stop.first_text) == (first, "")
-    assert split.continued_from_stop == ([first], "")
+    assert split.continued_from_stop == ([first], "", split.replies[0].text[0])
+    assert split.continued_from_stop_token == ([first], "", first)
 
 
 def test_both_engines_may_exchange_kv(split: Split) -> None:
@@ -81,13 +82,14 @@ def test_a_stop_string_is_not_in_the_reply(split: Split) -> None:
 
 
 def test_a_reply_taken_up_after_any_token_is_the_reply_that_was_begun(split: Split) -> None:
-    whole = (split.replies[0].token_ids, split.replies[0].text)
+    whole = (split.replies[0].token_ids, split.replies[0].text, None)
     assert set(map(str, split.continued.values())) == {str(whole)}
     assert split.continued_after_all == whole, "nothing was left to generate"
 
 
 def test_a_stop_string_ends_a_reply_that_was_taken_up(split: Split) -> None:
-    assert split.continued_to_stop == (split.stopped.token_ids, split.stopped.text)
+    ended_by = split.replies[0].text[8:14]
+    assert split.continued_to_stop == (split.stopped.token_ids, split.stopped.text, ended_by)
 
 
 def test_idle_engines_hold_nothing(split: Split) -> None:

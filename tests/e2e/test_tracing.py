@@ -90,7 +90,8 @@ def test_a_request_is_one_trace_from_http_to_both_engines(stacks: Stacks, monkey
     for engine, worker in (("vllm-prefill", prefill), ("vllm-decode", decode)):
         span = engines[engine]
         assert worker.start_ns - SKEW_NS <= span.start_ns <= span.end_ns <= worker.end_ns + SKEW_NS
-    assert engines["vllm-decode"].attributes["gen_ai.usage.completion_tokens"] == str(TOKENS)
+    made = [engines[engine].attributes["gen_ai.usage.completion_tokens"] for engine in ENGINES]
+    assert made == ["1", str(TOKENS - 1)], "prefill begins the reply"
     assert usage["completion_tokens"] == TOKENS
     stages = {span.name for span in found if span not in of.values() and span.service in OURS}
     assert {"render", "prefill", "credit", "handoff", "decode"} <= stages

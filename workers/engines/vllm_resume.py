@@ -22,17 +22,19 @@ class Continuation:
 
     def __init__(self, engine: Any, prompt: Sequence[int], parameters: Any, delivered: Sequence[int]) -> None:
         self._parameters = parameters
-        stop_ids = _stop_ids(engine, parameters)
+        stops = _stops(engine, parameters)
         self._delivered = delivered
         request = SimpleNamespace(
             request_id="", prompt_token_ids=list(prompt), prompt_embeds=None, sampling_params=parameters
         )
         self._text = IncrementalDetokenizer.from_new_request(engine.renderer.tokenizer, request)
         self.before = ""
-        self.stopped_by: str | None = None
+        self._stopped_by: int | str | None = None
         self.over: FinishReason | None = None
         for token_id in delivered:
-            self.over = self._feed([token_id], is_stop_token=token_id in stop_ids)
+            self.over = self._feed([token_id], is_stop_token=token_id in stops)
+            if self._stopped_by is None:
+                self._stopped_by = stops.get(token_id)
             if self.over is None:
                 self.before += self._text.get_next_output_text(finished=False, delta=True)
         if self.over is None and len(delivered) >= parameters.max_tokens:
@@ -67,7 +69,7 @@ class Continuation:
         return self._step(token_ids[:kept], stopped or reason, cached_tokens, stop_reason)
 
     def _feed(self, token_ids: list[int], *, is_stop_token: bool) -> FinishReason | None:
-        self.stopped_by = stop_string = self._text.update(token_ids, is_stop_token)
+        self._stopped_by = stop_string = self._text.update(token_ids, is_stop_token)
         return "stop" if stop_string is not None or is_stop_token else None
 
     def _step(
@@ -84,15 +86,19 @@ class Continuation:
             cached_tokens=cached_tokens,
             finish_reason=reason,
             before=self.before,
-            stop_reason=self.stopped_by or stop_reason,
+            stop_reason=stop_reason if self._stopped_by is None else self._stopped_by,
         )
         self.before = ""
         return step
 
 
-def _stop_ids(engine: Any, parameters: Any) -> set[int]:
-    """The tokens that end this reply. vLLM adds the model's own to the parameters only when it takes the request in."""
+def _stops(engine: Any, parameters: Any) -> dict[int, int | None]:
+    """The tokens that end this reply, and the `stop_reason` that vLLM gives for each: none for the model's own end.
+
+    vLLM adds the model's own to the parameters only when it takes the request in.
+    """
     told = copy.deepcopy(parameters)
     eos = engine.renderer.get_eos_token_id()
     told.update_from_generation_config(engine.input_processor.generation_config_fields, eos)
-    return {*(told.stop_token_ids or ()), *(() if told.ignore_eos or eos is None else (eos,))}
+    stops: dict[int, int | None] = {token_id: token_id for token_id in told.stop_token_ids or ()}
+    return stops if told.ignore_eos or eos is None else {**stops, eos: None}
