@@ -167,10 +167,10 @@ class Reply:
         self._seen = self._seen or bool(parts)
         return joined(parts)
 
-    def claim(self, claim: Claim) -> Answer:
-        """A worker wants to work on it."""
+    def claim(self, claim: Claim, *, lives: bool = False) -> Answer:
+        """A worker wants to work on it. `lives`: the one that does is heard."""
         afresh = not (self.continues or self._seen)
-        answer = self.receiver.claim(claim, afresh=afresh)
+        answer = self.receiver.claim(claim, afresh=afresh, lives=lives)
         if afresh and not self.receiver.ids:
             self._parts.clear()
         return answer
@@ -251,8 +251,13 @@ class Replies:
             reply.answer_by_s = self._clock() + ANSWER_WITHIN_S
 
     def given_back(self, reply: Reply) -> None:
-        """Its message lies in the queue again, because its holder is dead."""
-        if reply.queued is not None:
+        """Its message lies in the queue again, because its holder is dead.
+
+        Whoever gets one that is not claimed at once has entered its conversation before it claims: it is not sent away.
+        """
+        last = reply.receiver.arbiter.last
+        if reply.queued is not None and last is not None:
+            reply.receiver.arbiter.accused(last)
             self.strays.waits(reply.request, reply.queued, self._clock(), first=False)
 
     def leave_to_the_living(self) -> None:
@@ -261,6 +266,7 @@ class Replies:
             claim = self._open[request].receiver.arbiter.last
             if claim is not None and self._accuser.lives(claim):
                 self.strays.forget(request)
+                self._accuser.forgive(claim)
 
     def doubt_all(self, now_s: float) -> None:
         """We were away: somebody must answer for every reply now, or once it is known that its request was stored."""
@@ -314,13 +320,21 @@ class Replies:
         now_s = self._clock()
         self._accuser.heard(claim.holder, claim.epoch, now_s)
         reply = self._open.get(claim.request)
-        answer = self._late(claim.request) if reply is None else reply.claim(claim)
+        answer = self._late(claim.request) if reply is None else reply.claim(claim, lives=self._holder_lives(reply))
         if reply is not None and isinstance(answer, Go):
             reply.answer_by_s = None
             reply.at.claimed(claim.claim, claim.follows, now_s)
             self.strays.claimed(claim.request, claim.ack)
         if message.reply:
             self._say(message.reply, answer)
+
+    def _holder_lives(self, reply: Reply) -> bool:
+        last = reply.receiver.arbiter.last
+        if last is None:
+            return False
+        if reply.last_frame_s is not None:
+            self._accuser.heard(last.holder, last.epoch, reply.last_frame_s)
+        return self._accuser.lives(last)
 
     def _say(self, subject: str, said: Answer | Notice | Cancel) -> None:
         """Nothing is kept for a broker that is away: claims and ends are repeated by who sent them."""

@@ -6,7 +6,7 @@ one would restart healthy work, and a paused or overloaded accuser sees everybod
 * the accuser trusts itself: it is connected, and its own loop has run on time for as long as the silence has lasted;
 * the worker, in the life that claimed, has been heard neither by presence nor by frames nor by claims for as long as patience
   with it lasts, or has begun a new life, or the broker says that nobody listens there any more;
-* it names the claim that is the last one, and names it once.
+* it names the claim that is the last one, and names it once, unless its holder has spoken since and goes on with it.
 
 Patience begins at `ACCUSE_SILENT_S`. A worker that speaks again in the life for which it was accused was only slow, as
 everything is on an overloaded machine, where restarting its work would add to the load: patience with it doubles, up to where the
@@ -97,6 +97,10 @@ class Accuser:
         if len(self._accused) > ACCUSED_REMEMBERED:
             self._accused.popitem(last=False)
         return True
+
+    def forgive(self, claim: Claim) -> None:
+        """Its holder goes on with it: should that one die, it may be accused again."""
+        self._accused.pop(claim.claim, None)
 
     def lives(self, claim: Claim) -> bool:
         """Whether the claim's holder has been heard since it was taken for dead, in the life that claimed."""

@@ -19,7 +19,8 @@ moves nobody to and fro. Some workers of each part always stay.
 
 There are loads that no arrangement serves without a bottleneck: two workers for 1.0 workers' worth of prefill and 0.6 of decode
 lack one or the other in turn. So a step that the next one takes back is remembered, and not taken again from the same
-arrangement for `remember_s`: the fleet comes to rest, and tries again when the load may be another.
+arrangement for `remember_s`: the fleet comes to rest, and tries again when the load may be another. It does not rest where a part
+is left to workers for both: a step that would take one back, and leave a part to them, is not taken.
 """
 
 import math
@@ -114,7 +115,7 @@ def _mean(ratios: Sequence[float]) -> float:
 
 def bottleneck(now: Pressure, rules: Rules, members: Sequence[Member]) -> Part | None:
     """The part that holds up the other, if one does."""
-    left = left_to_both(members)
+    left = left_to_both(arrangement(members))
     if now.decode >= rules.high and (now.prefill < rules.low or left == "decode"):
         return "decode"
     if now.prefill >= rules.high and (now.decode < rules.low or left == "prefill"):
@@ -122,12 +123,22 @@ def bottleneck(now: Pressure, rules: Rules, members: Sequence[Member]) -> Part |
     return None
 
 
-def left_to_both(members: Sequence[Member]) -> Part | None:
+def left_to_both(fleet: Arrangement) -> Part | None:
     """The part that only workers for both do, where others do nothing but the other part."""
-    roles = {member.role for member in members}
+    roles = {role for role, _ in fleet}
     if roles == {"both", "prefill"}:
         return "decode"
     return "prefill" if roles == {"both", "decode"} else None
+
+
+def after(turn: Turn, members: Sequence[Member]) -> Arrangement:
+    """How many workers have each role once it is taken."""
+    return arrangement(
+        [
+            msgspec.structs.replace(member, role=turn.role) if member.worker == turn.worker else member
+            for member in members
+        ]
+    )
 
 
 class Balancer:
@@ -155,7 +166,7 @@ class Balancer:
         if turn is None:
             return None
         now = arrangement(members)
-        self._learn(found, now_s)
+        self._learn(found, now, after(turn, members), now_s)
         if (now, found) in self._in_vain:
             return None
         self._settled_s = now_s + self.rules.settle_s
@@ -163,12 +174,17 @@ class Balancer:
         self._last = _Taken(now, found, now_s)
         return turn
 
-    def _learn(self, found: Part, now_s: float) -> None:
-        """Where the last step has only moved the bottleneck to the other part, it was in vain."""
+    def _learn(self, found: Part, now: Arrangement, then: Arrangement, now_s: float) -> None:
+        """Where the last step has only moved the bottleneck to the other part, it was in vain. So is the one that takes it back,
+        if it would leave to workers for both what they share with all others now.
+        """
         self._in_vain = {step: until_s for step, until_s in self._in_vain.items() if until_s > now_s}
         last = self._last
-        if last is not None and last.towards != found and now_s - last.at_s < self.rules.remember_s:
-            self._in_vain[last.before, last.towards] = last.at_s + self.rules.remember_s
+        if last is None or last.towards == found or now_s - last.at_s >= self.rules.remember_s:
+            return
+        self._in_vain[last.before, last.towards] = last.at_s + self.rules.remember_s
+        if then == last.before and left_to_both(then) is not None and left_to_both(now) is None:
+            self._in_vain[now, found] = last.at_s + self.rules.remember_s
 
 
 def choose(members: Sequence[Member], towards: Part, rules: Rules) -> Turn | None:

@@ -16,6 +16,8 @@ The rules, and there are no others:
 3. A claim that has been superseded never gets `go` again.
 4. A claim that begins a delivery (`follows` unset) becomes the last one.
 5. A claim that follows another becomes the last one only if the claim it names is the last.
+6. Where the last one was accused, and its holder has spoken since, it was only slow and still works: the delivery that the
+   accusation has brought about is fenced, or the reply would be begun again, and lost where nobody can go on with it. Once.
 
 The first claim that names a version of a persona pins it: every later `go` says that version, so that who begins again renders
 the same prompt.
@@ -38,18 +40,23 @@ class Arbiter:
         self.whole = False
         self.gone = False
         self._persona = 0
+        self._accused = ""
         self._superseded: dict[str, Claim] = {}
 
-    def claim(self, claim: Claim, have: Sequence[int]) -> Answer:
-        """Answer a claim. `have` are the token ids that the receiver has already."""
+    def claim(self, claim: Claim, have: Sequence[int], *, lives: bool = False) -> Answer:
+        """Answer a claim. `have` are the token ids that the receiver has already; `lives`: the last claim's holder is heard."""
         if self.whole:
             return Whole()
         if self.gone:
             return Gone()
-        if not self._is_last(claim.claim) and not self._take(claim):
+        if not self._is_last(claim.claim) and not self._take(claim, lives=lives):
             return Fenced()
         self._persona = self._persona or claim.persona
         return Go(pack_ids(have), self._persona)
+
+    def accused(self, claim: Claim) -> None:
+        """Its message has been given back, because its holder is taken for dead."""
+        self._accused = claim.claim
 
     def hears(self, claim_id: str) -> bool:
         """Whether frames under this claim are taken."""
@@ -62,10 +69,14 @@ class Arbiter:
     def _is_last(self, claim_id: str) -> bool:
         return self.last is not None and self.last.claim == claim_id
 
-    def _take(self, claim: Claim) -> bool:
+    def _take(self, claim: Claim, *, lives: bool) -> bool:
         if claim.claim in self._superseded:
             return False
         if claim.follows is not None and not self._is_last(claim.follows):
+            return False
+        if claim.follows is None and lives and self._is_last(self._accused):
+            self._accused = ""
+            self._superseded[claim.claim] = claim
             return False
         if self.last is not None:
             self._superseded[self.last.claim] = self.last

@@ -117,11 +117,14 @@ class Receiver:
         self._had: dict[int, _Had] = {}
         self._repair_asked_s = float("-inf")
 
-    def claim(self, claim: Claim, *, afresh: bool = False) -> Answer:
-        """A worker wants to work on it. `afresh`: unless it is the one that does, it begins again, and what came is forgotten."""
+    def claim(self, claim: Claim, *, afresh: bool = False, lives: bool = False) -> Answer:
+        """A worker wants to work on it. `afresh`: unless it is the one that does, it begins again, and what came is forgotten.
+
+        `lives`: whoever works on it is heard.
+        """
         last = self.arbiter.last
         again = afresh and last is not None and last.claim != claim.claim
-        answer = self.arbiter.claim(claim, [] if again else self.ids)
+        answer = self.arbiter.claim(claim, [] if again else self.ids, lives=lives)
         if again and isinstance(answer, Go):
             self.ids, self.text, self._had = array("I"), "", {}
         return answer

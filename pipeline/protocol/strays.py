@@ -10,12 +10,21 @@ consumer says how far it has delivered, and a NAK is heard from anybody who name
 What was claimed before the broker's second answer has been heard before it, on the same connection: so nothing is given back that
 anybody has claimed. Whose claim comes afterwards was only slow, and its request is begun twice: patience then doubles, up to
 where the lease brings a stray back anyway, and is as at first again once a stray was one.
+
+A consumer cannot say that nobody pulls from it, and what was given back looks delivered, as it was once. So for what is given
+back and still not claimed patience doubles as well, from the second time on: what waits for a pool that is down is not given back
+three times a second.
 """
+
+from typing import Final
 
 import msgspec
 
 from pipeline.limits import ACK_WAIT_S, STRAY_ASK_PERIOD_S, STRAY_ASKS_MAX, STRAY_OVERDUE_S, STRAY_PATIENCE_S
 from pipeline.protocol.subjects import parse_ack
+
+STRAY_DOUBLED_MAX: Final = 5
+"""How often patience doubles for what is given back again and again: to 6 s from the shortest. A lease has ended long before."""
 
 
 class Queued(msgspec.Struct, frozen=True):
@@ -39,7 +48,8 @@ class _Waiting(msgspec.Struct):
     """Nobody has ever claimed it."""
     seen_s: float | None = None
     """When its consumer was asked who first said that it was delivered."""
-    returned: bool = False
+    returned: int = 0
+    """How often it was given back."""
 
 
 class _Asked(msgspec.Struct):
@@ -115,7 +125,8 @@ class Strays:
         for request, waiting in list(here.items()):
             if waiting.sequence <= delivered and asked.at_s > waiting.from_s and self._is_stray(waiting, asked.at_s):
                 strays.append(Queued(ask.consumer, waiting.sequence))
-                here[request] = _Waiting(here.pop(request).sequence, asked.at_s, waiting.first, returned=True)
+                del here[request]
+                here[request] = _Waiting(waiting.sequence, asked.at_s, waiting.first, returned=waiting.returned + 1)
         return strays
 
     def _is_due(self, consumer: str, here: dict[str, _Waiting], now_s: float) -> bool:
@@ -132,4 +143,5 @@ class Strays:
     def _is_stray(self, waiting: _Waiting, asked_s: float) -> bool:
         if waiting.seen_s is None:
             waiting.seen_s = asked_s
-        return asked_s - max(waiting.seen_s, self._trusted_from_s) >= self.patience_s
+        patience_s = self.patience_s * (1 << min(max(0, waiting.returned - 1), STRAY_DOUBLED_MAX))
+        return asked_s - max(waiting.seen_s, self._trusted_from_s) >= patience_s

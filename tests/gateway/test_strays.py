@@ -18,8 +18,9 @@ from pipeline.bus.puller import Delivery, Puller
 from pipeline.limits import ACK_WAIT_S, STRAY_OVERDUE_S
 from pipeline.paths import JETSTREAM
 from pipeline.protocol.accuser import Accuser
-from pipeline.protocol.messages import Claim, encode
+from pipeline.protocol.messages import Claim, Fenced, encode
 from pipeline.protocol.presence import Presences
+from pipeline.protocol.reply import Outbox
 from pipeline.protocol.strays import Queued
 from pipeline.protocol.subjects import parse_ack
 from tests.bus.support import fresh, shard_of, subject_of
@@ -199,4 +200,25 @@ async def test_what_was_given_back_for_one_that_was_only_slow_is_left_to_it() ->
     assert [looks(now_s) for now_s in (2.0, 2.5)][1][1:] == [f"ACK.{SHARD.queue}.1.7.9.0.0"]
     accuser.heard("holder.w", "1", 2.6)
     assert [looks(now_s) for now_s in (3.0, 3.5, 4.0)][1:] == [[], []]
+    replies.close(reply)
+
+
+@pytest.mark.anyio
+async def test_who_was_accused_wrongly_and_speaks_before_its_message_is_claimed_goes_on() -> None:
+    bus, accuser, times_s = Posted(), Accuser(0.0), [1.0]
+    replies = Replies(cast("Bus", bus), accuser, lambda: times_s[0])
+    held = Claim(request="r", claim="c", epoch="1", holder="holder.w", ack="$JS.ACK.x")
+    reply = replies.open("r", 0.0, 60.0)
+    replies.confirm(reply, Queued(SHARD.queue, 7))
+    replies.on_claim(Message("c", "answer", encode(held), None))
+    assert accuser.accuses(held, 2.0)
+    replies.given_back(reply)
+    times_s[0] = 2.1
+    first = Outbox("r", "c").add([5], "Hello")
+    replies.on_frames(Message("f", "", encode([first]), None))
+    bus.take()
+    newer = msgspec.structs.replace(held, claim="d", holder="holder.v")
+    replies.on_claim(Message("c", "answer", encode(newer), None))
+    assert bus.take() == [("answer", encode(Fenced()))]
+    assert reply.receiver.arbiter.last == held
     replies.close(reply)

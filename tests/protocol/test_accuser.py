@@ -92,6 +92,16 @@ def test_who_is_heard_after_its_accusation_lives_in_the_life_that_claimed() -> N
     assert not accuser.lives(claim())
 
 
+def test_who_was_accused_wrongly_and_goes_on_may_be_accused_again() -> None:
+    accuser = Accuser(0.0)
+    accuser.heard("holder.p", "1", 1.0)
+    assert accuser.accuses(claim(), 1.0 + LATE_S)
+    accuser.heard("holder.p", "1", 2.0)
+    accuser.forgive(claim())
+    assert not accuser.accuses(claim(), 2.0 + LATE_S), "patience with it has doubled"
+    assert accuser.accuses(claim(), 2.0 + 2 * LATE_S)
+
+
 def test_only_so_many_accusations_are_remembered() -> None:
     accuser = Accuser(0.0)
     for number in range(ACCUSED_REMEMBERED + 1):

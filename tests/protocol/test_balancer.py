@@ -12,6 +12,7 @@ from pipeline.protocol.balancer import (
     Pressure,
     Rules,
     Turn,
+    arrangement,
     bottleneck,
     choose,
     left_to_both,
@@ -98,7 +99,7 @@ def test_who_does_all_of_one_part_and_some_of_the_other_is_helped_where_the_flee
     roles: list[Role], expected: Part | None
 ) -> None:
     members = [member(f"w{number}", role) for number, role in enumerate(roles)]
-    assert left_to_both(members) == expected
+    assert left_to_both(arrangement(members)) == expected
     assert bottleneck(Pressure(0.9, 0.9), RULES, members) == expected
     assert bottleneck(Pressure(0.7, 0.7), RULES, members) is None
     if expected == "decode":
@@ -196,6 +197,24 @@ def test_a_step_that_was_taken_back_is_not_taken_again_until_it_is_forgotten() -
     assert rested < 10, "each arrangement lacks one or the other"
     fleet.live(balancer, 600, 800, prefill_load=1.0, decode_load=0.625)
     assert len(fleet.turns) > rested, "the load may be another by now"
+
+
+def test_it_does_not_rest_where_a_part_is_left_to_workers_for_both() -> None:
+    """Two workers for both lack prefill, and decode where one of them only prefills: it rests at two for both."""
+    balancer = Balancer(RULES)
+    half_way = [member("p", "prefill", busy=4), member("b", "both", busy=4, waiting=1)]
+    shared = [member("b", "both", busy=4, used=30), member("p", "both", busy=4, used=30)]
+    split = [member("p", "prefill", busy=4), member("b", "decode", used=30)]
+    assert lived(balancer, 0, split) == Turn("b", "both", "prefill")
+    assert lived(balancer, 20, half_way) == Turn("p", "both", "decode")
+    assert lived(balancer, 40, shared) is None, "though prefill is the bottleneck"
+    assert lived(balancer, 640, shared) == Turn("b", "prefill", "prefill"), "the load may be another by now"
+
+
+def lived(balancer: Balancer, from_s: int, members: list[Member]) -> Turn | None:
+    """The first turn of 20 seconds."""
+    turns = (balancer.step(float(now_s), members) for now_s in range(from_s, from_s + 20))
+    return next((turn for turn in turns if turn is not None), None)
 
 
 @example(prefill_load=1.0, decode_load=0.625, others=[])

@@ -1,4 +1,4 @@
-"""Claims: the receiver's five rules, one by one and under any order of claims; and the holder's lease."""
+"""Claims: the receiver's six rules, one by one and under any order of claims; and the holder's lease."""
 
 import msgspec
 import pytest
@@ -59,6 +59,40 @@ def test_a_takeover_needs_the_claim_that_it_follows_to_be_the_last() -> None:
     assert isinstance(arbiter.claim(claim("d", follows="b"), []), Go), "a confirmation is the same id again"
 
 
+def accused(holder: str = "a") -> Arbiter:
+    """Whose last claim's message has been given back."""
+    arbiter = Arbiter()
+    held = claim(holder)
+    arbiter.claim(held, [])
+    arbiter.accused(held)
+    return arbiter
+
+
+def test_the_delivery_that_a_wrong_accusation_has_brought_about_is_fenced_once() -> None:
+    arbiter = accused()
+    assert arbiter.claim(claim("b"), [5], lives=True) == Fenced()
+    assert arbiter.hears("a")
+    assert arbiter.claim(claim("b"), [5], lives=False) == Fenced(), "its question again"
+    assert arbiter.claim(claim("a"), [5], lives=True) == Go(pack_ids([5]))
+    assert arbiter.claim(claim("c"), [5], lives=True) == Go(pack_ids([5])), "the lease has ended: nobody works on it"
+
+
+def test_a_right_accusation_gives_its_message_to_the_next() -> None:
+    assert accused().claim(claim("b"), [5], lives=False) == Go(pack_ids([5]))
+
+
+def test_who_was_accused_wrongly_hands_its_request_on() -> None:
+    arbiter = accused()
+    assert isinstance(arbiter.claim(claim("d", follows="a"), [], lives=True), Go)
+    assert isinstance(arbiter.claim(claim("b"), [], lives=True), Go), "another holds it by now"
+
+
+def test_what_nobody_was_accused_of_goes_to_its_next_delivery() -> None:
+    arbiter = Arbiter()
+    arbiter.claim(claim("a"), [])
+    assert isinstance(arbiter.claim(claim("b"), [], lives=True), Go)
+
+
 def test_a_takeover_before_any_claim_is_fenced() -> None:
     assert Arbiter().claim(claim("d", follows="a"), []) == Fenced()
 
@@ -76,12 +110,14 @@ def test_a_reply_that_has_ended_says_so_to_whoever_claims(whole: bool, gone: boo
 names = st.sampled_from("abcdef")
 
 
-@given(st.lists(st.tuples(names, st.none() | names)))
-def test_at_most_one_claim_is_heard_and_none_comes_back(attempts: list[tuple[str, str | None]]) -> None:
+@given(st.lists(st.tuples(names, st.none() | names, st.booleans(), st.booleans())))
+def test_at_most_one_claim_is_heard_and_none_comes_back(attempts: list[tuple[str, str | None, bool, bool]]) -> None:
     arbiter, fenced = Arbiter(), set[str]()
-    for name, follows in attempts:
+    for name, follows, accuses, lives in attempts:
         before = arbiter.last
-        answer = arbiter.claim(claim(name, follows), [])
+        if accuses and before is not None:
+            arbiter.accused(before)
+        answer = arbiter.claim(claim(name, follows), [], lives=lives)
         if name in fenced:
             assert answer == Fenced()
         if isinstance(answer, Go):

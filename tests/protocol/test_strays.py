@@ -48,6 +48,13 @@ def test_it_is_given_back_again_where_it_strays_again() -> None:
     assert receiver.looks(0.7) == [1, 1]
 
 
+def test_while_nobody_claims_it_it_is_given_back_more_and_more_seldom() -> None:
+    receiver = Receiver()
+    receiver.stores()
+    assert len(receiver.looks(14.0)) == 7
+    assert len(receiver.looks(70.0)) == 10, "and seldom enough then"
+
+
 def test_what_still_waits_in_the_queue_is_left_there() -> None:
     receiver = Receiver(delivered=0)
     receiver.stores()

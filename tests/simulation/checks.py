@@ -1,7 +1,8 @@
 """What must be true, at every step, at each end and at rest: not what the product believes, but what is.
 
 every step   a ledger's blocks are conserved, no grant is spent twice; what prefills beside them may need is not promised
-             a claim that begins a delivery is never fenced; only the one that was last told `go` adds tokens to a reply
+             a claim that begins a delivery is fenced only once after an accusation; only the one that was last told `go` adds
+             tokens to a reply
              a message is acked only when its receiver has its end, or is gone (or its end is sent, if it is only a subscription)
              a NAK takes nothing away from a worker that lives and works on it
              nothing fails inside a process: no handler, no background task, no effect
@@ -59,6 +60,7 @@ class Checks(Watch):
         self._spent: set[tuple[str, str]] = set()
         self._claims: dict[str, Claim] = {}
         self._current: dict[str, Claim] = {}
+        self._accused: dict[str, str] = {}
         self._seen: set[str] = set()
         self._newest: dict[tuple[str, int], tuple[str, Process]] = {}
         self._deliveries: Counter[tuple[str, int]] = Counter()
@@ -113,7 +115,9 @@ class Checks(Watch):
         if isinstance(answer, Go):
             self._current[claim.request] = claim
         elif isinstance(answer, Fenced) and new and claim.follows is None:
-            self.wrong(f"{claim.claim} begins a delivery of {claim.request}, and was fenced")
+            current = self._current.get(claim.request)
+            if current is None or self._accused.pop(claim.request, None) != current.claim:
+                self.wrong(f"{claim.claim} begins a delivery of {claim.request}, and was fenced")
 
     def missed(self, how: str, message: Message) -> None:
         """The weather has got at a message."""
@@ -175,7 +179,11 @@ class Checks(Watch):
         if current is None or current.ack != newest or taker is process:
             return
         holder = self.fleet.named(current.holder.partition(".")[2])
-        if holder is None or holder.process is process or holder.begun_epoch != current.epoch:
+        if holder is None or holder.process is process:
+            return
+        if current.ack == ack:
+            self._accused[current.request] = current.claim
+        if holder.begun_epoch != current.epoch:
             return
         if self._is_well(holder.process):
             delivery = "the present" if current.ack == ack else "an old"

@@ -85,11 +85,11 @@ def fence_by_delivery_count() -> Iterator[None]:
     """A claim under a delivery that counts less than the last one's is fenced: counts can go back."""
     take = Arbiter._take
 
-    def counted(self: Arbiter, claim: Claim) -> bool:
+    def counted(self: Arbiter, claim: Claim, *, lives: bool) -> bool:
         begins = claim.follows is None and self.last is not None
         if begins and self.last and parse_ack(claim.ack).delivered <= parse_ack(self.last.ack).delivered:
             return False
-        return take(self, claim)
+        return take(self, claim, lives=lives)
 
     with patch.object(Arbiter, "_take", counted):
         yield
