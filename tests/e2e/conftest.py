@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -95,16 +96,19 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     folder = tmp_path_factory.mktemp("engines")
 
     def run(*arguments: str, timeout_s: float) -> bytes:
-        with (folder / f"{arguments[0]}.log").open("w+") as log:
-            return _run(arguments, log, timeout_s)
+        temporary = tempfile.TemporaryDirectory(prefix="engines-")  # a short path, for sockets, and theirs alone
+        with (folder / f"{arguments[0]}.log").open("w+") as log, temporary as path:
+            return _run(arguments, log, timeout_s, {**os.environ, "TMPDIR": path})
 
     return run
 
 
-def _run(arguments: tuple[str, ...], log: IO[str], timeout_s: float) -> bytes:
+def _run(arguments: tuple[str, ...], log: IO[str], timeout_s: float, environment: Mapping[str, str]) -> bytes:
     command = [sys.executable, "-m", "tests.e2e.engines", *arguments]
     # A session of its own, so that what vLLM has started can be ended with it, whatever happens.
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+    ) as process:
         try:
             out, _ = process.communicate(timeout=timeout_s)
         except BaseException:

@@ -13,6 +13,7 @@ import asyncio
 import os
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -83,6 +84,7 @@ class Split(msgspec.Struct, frozen=True, kw_only=True):
     continued_from_stop: TakenUp
     continued_from_stop_token: TakenUp
     children: list[list[str]]
+    sockets: list[str]
     seconds: dict[str, float]
 
 
@@ -212,6 +214,7 @@ async def split(model: str, config: Config) -> Split:
             continued_from_stop=await taken_up.after(ids[:1], **at_once),
             continued_from_stop_token=await taken_up.after(ids[:1], stop_token_ids=ids[:1]),
             children=[],
+            sockets=[],
             seconds={},
         )
     finally:
@@ -220,7 +223,7 @@ async def split(model: str, config: Config) -> Split:
     marks["closed"] = clock()
     names = list(marks)
     seconds = {later: marks[later] - marks[earlier] for earlier, later in pairwise(names)}
-    return msgspec.structs.replace(result, children=_children(), seconds=seconds)
+    return msgspec.structs.replace(result, children=_children(), sockets=_sockets(), seconds=seconds)
 
 
 class _Continued:
@@ -252,6 +255,11 @@ def _children() -> list[list[str]]:
     """Command lines of the processes that this one has left. Python's own resource tracker lives as long as we do."""
     children = [child.cmdline() for child in psutil.Process().children(recursive=True)]
     return [line for line in children if not any("resource_tracker" in part for part in line)]
+
+
+def _sockets() -> list[str]:
+    """What is left in the folder for temporary files, which is this process's alone."""
+    return [str(path) for path in Path(tempfile.gettempdir()).rglob("*") if path.is_socket()]
 
 
 async def storm(model: str, config: Config, connector: str) -> Storm:

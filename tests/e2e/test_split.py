@@ -96,5 +96,6 @@ def test_idle_engines_hold_nothing(split: Split) -> None:
     assert {(usage.running, usage.waiting, usage.kv_usage_ratio) for usage in split.usage} == {(0, 0, 0.0)}
 
 
-def test_a_closed_engine_leaves_no_process(split: Split) -> None:
+def test_a_closed_engine_leaves_no_process_and_no_socket(split: Split) -> None:
     assert split.children == []
+    assert split.sockets == []

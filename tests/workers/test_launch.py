@@ -125,6 +125,23 @@ def test_the_environment_is_set_whatever_was_there(monkeypatch: pytest.MonkeyPat
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
 
 
+def test_vllms_sockets_are_in_a_folder_that_goes_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(launch.SOCKETS_AT, raising=False)
+    launch.keep_sockets(Path("/tmp/headrace-1"))
+    launch.keep_sockets(Path("/tmp/headrace-2"))
+    assert os.environ[launch.SOCKETS_AT] == "/tmp/headrace-1", "an operator's, or another engine's, stays"
+    launch.forget_sockets(Path("/tmp/headrace-2"))
+    assert launch.SOCKETS_AT in os.environ
+    launch.forget_sockets(Path("/tmp/headrace-1"))
+    assert launch.SOCKETS_AT not in os.environ
+
+
+def test_a_folder_whose_path_is_too_long_for_sockets_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(launch.SOCKETS_AT, raising=False)
+    launch.keep_sockets(Path("/tmp") / ("long" * 20))
+    assert launch.SOCKETS_AT not in os.environ
+
+
 def test_lmcache_knows_every_option_we_give_it() -> None:
     command = launch.lmcache_command(Config())
     usage = subprocess.run(

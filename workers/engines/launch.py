@@ -7,6 +7,7 @@ in `_cpu_arguments`, `_cpu_environment` and `_cpu_connector`, and nowhere else.
 import importlib.metadata
 import os
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -42,6 +43,9 @@ HASHES: Final = ("sha256_cbor", "sha256")
 
 ENDPOINT_BYTES_MAX: Final = 100
 """The kernel's bound on the path of a Unix socket, less a little."""
+
+SOCKETS_AT: Final = "VLLM_RPC_BASE_PATH"
+"""vLLM's variable for the folder of its own sockets, a UUID each, which it does not remove."""
 
 
 def cpu_build() -> bool:
@@ -275,3 +279,15 @@ def apply_environment(config: Config, role: Role) -> None:
     """Set `environment` in this process, for a worker that no supervisor has started. Before vLLM is imported."""
     os.environ.update(environment(config, role))
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would override `kv_cache_bytes`, in whole GiB
+
+
+def keep_sockets(folder: Path) -> None:
+    """Have vLLM's own sockets in this folder, unless it has one already or their paths would be too long."""
+    if len(f"ipc://{folder}/{uuid.UUID(int=0)}") <= ENDPOINT_BYTES_MAX:
+        os.environ.setdefault(SOCKETS_AT, str(folder))
+
+
+def forget_sockets(folder: Path) -> None:
+    """The folder is about to go."""
+    if os.environ.get(SOCKETS_AT) == str(folder):
+        del os.environ[SOCKETS_AT]

@@ -77,7 +77,7 @@ class VllmEngine:
         self._defaults: Mapping[str, Any] = {}  # sampling parameters that the model's generation_config.json sets
         self._info: EngineInfo | None = None
         self._events: Any = None  # a `VllmCacheEvents`, once zmq may be imported
-        self._events_at: tempfile.TemporaryDirectory[str] | None = None
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -88,8 +88,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Load the model and make ready: 15 to 20 s on two cores, in a thread. Raises `OperatorError`."""
         await self._reach_lmcache()
-        if self._role != "decode":
-            self._events_at = tempfile.TemporaryDirectory(prefix="headrace-")  # which nobody else may read
+        self._sockets = tempfile.TemporaryDirectory(prefix="headrace-")  # which nobody else may read
         await asyncio.to_thread(self._load)
         garbage.settle()
         self._listen()
@@ -107,11 +106,14 @@ class VllmEngine:
         writer.close()
 
     def _load(self) -> None:
+        assert self._sockets is not None
+        sockets_at = Path(self._sockets.name)
         launch.apply_environment(self._config, self._role)
+        launch.keep_sockets(sockets_at)
         from workers.engines import vllm_chat, vllm_completions, vllm_setup
 
         self._chat, self._completions = vllm_chat, vllm_completions
-        events_at = Path(self._events_at.name) if self._events_at else None
+        events_at = None if self._role == "decode" else sockets_at
         self._engine = vllm_setup.build(self._config, self._role, self._model_path, lambda *_: self._usage, events_at)
         self._info = vllm_setup.describe(self._engine, self._config, self._model_path)
         model = self._config.model
@@ -316,8 +318,9 @@ class VllmEngine:
             self._events.close()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown, CLOSE_S)
-        if self._events_at is not None:
-            self._events_at.cleanup()
+        if self._sockets is not None:
+            launch.forget_sockets(Path(self._sockets.name))
+            self._sockets.cleanup()
 
 
 def _waited_s(output: Any) -> float:
