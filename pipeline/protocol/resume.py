@@ -31,12 +31,13 @@ _HARMLESS: Final[Mapping[str, tuple[Any, ...]]] = {
     "vllm_xargs": (None, {}),
     "repetition_detection": (None,),
 }
-"""Field → the values under which a reply has no state beyond its tokens."""
+"""Field → the values under which a reply has no state beyond its tokens; where it is not there, it has none."""
 
 
 def stateful_field(chat: Mapping[str, Any]) -> str | None:
     """The first field that makes a reply depend on more than its tokens."""
-    return next((name for name, harmless in _HARMLESS.items() if not _is_one_of(chat.get(name), harmless)), None)
+    said = ((name, value) for name, value in chat.items() if name in _HARMLESS)
+    return next((name for name, value in said if not _is_one_of(value, _HARMLESS[name])), None)
 
 
 def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
