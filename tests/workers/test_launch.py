@@ -59,6 +59,12 @@ def test_what_is_for_cpu_stays_on_cpu(cpu: bool) -> None:
     assert ("OMP_NUM_THREADS" in environment) is cpu
 
 
+def test_an_eager_engine_compiles_nothing_at_its_first_request_for_logprobs(cpu: bool) -> None:
+    assert ("TORCHDYNAMO_DISABLE" in launch.environment(Config(), "decode")) is cpu
+    compiled = replaced(decode=Decode(extra={"enforce_eager": False}))
+    assert "TORCHDYNAMO_DISABLE" not in launch.environment(compiled, "decode")
+
+
 def test_each_role_has_its_own_settings() -> None:
     config = replaced(
         prefill=Engine(slots=2, threads=3, kv_cache_bytes=1 << 20),

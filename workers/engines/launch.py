@@ -91,7 +91,10 @@ def environment(config: Config, role: Role) -> dict[str, str]:
 
 
 def _cpu_environment(engine: Engine) -> dict[str, str]:
-    return {
+    # `enforce_eager` compiles no model, but vLLM's count of ranks is compiled at the first request for logprobs: the engine stood
+    # still for 5 s, and every reply with it.
+    eager = {"TORCHDYNAMO_DISABLE": "1"} if engine.extra.get("enforce_eager", True) else {}
+    return eager | {
         "OMP_NUM_THREADS": str(engine.threads),
         # vLLM would bind every engine's threads to the same first cores, and keep one core free of them.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
