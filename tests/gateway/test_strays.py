@@ -178,17 +178,23 @@ async def test_a_request_is_looked_for_from_when_it_is_stored_until_it_is_claime
         replies.close(reply)
 
 
-@pytest.mark.anyio
-async def test_what_was_given_back_for_one_that_was_only_slow_is_left_to_it() -> None:
-    bus, accuser = Posted(), Accuser(0.0)
-    replies = Replies(cast("Bus", bus), accuser, lambda: 1.0)
-    looking = Search(cast("Bus", bus), replies)
+def accused(replies: Replies, accuser: Accuser) -> tuple[Reply, Claim]:
+    """A request whose holder has been silent until second 2: its message lies in the queue again."""
     held = Claim(request="r", claim="c", epoch="1", holder="holder.w", ack="$JS.ACK.x")
     reply = replies.open("r", 0.0, 60.0)
     replies.confirm(reply, Queued(SHARD.queue, 7))
     replies.on_claim(Message("c", "answer", encode(held), None))
     assert accuser.accuses(held, 2.0)
     replies.given_back(reply)
+    return reply, held
+
+
+@pytest.mark.anyio
+async def test_what_was_given_back_for_one_that_was_only_slow_is_left_to_it() -> None:
+    bus, accuser = Posted(), Accuser(0.0)
+    replies = Replies(cast("Bus", bus), accuser, lambda: 1.0)
+    looking = Search(cast("Bus", bus), replies)
+    reply, _ = accused(replies, accuser)
     bus.take()
 
     def looks(now_s: float) -> list[str]:
@@ -207,12 +213,7 @@ async def test_what_was_given_back_for_one_that_was_only_slow_is_left_to_it() ->
 async def test_who_was_accused_wrongly_and_speaks_before_its_message_is_claimed_goes_on() -> None:
     bus, accuser, times_s = Posted(), Accuser(0.0), [1.0]
     replies = Replies(cast("Bus", bus), accuser, lambda: times_s[0])
-    held = Claim(request="r", claim="c", epoch="1", holder="holder.w", ack="$JS.ACK.x")
-    reply = replies.open("r", 0.0, 60.0)
-    replies.confirm(reply, Queued(SHARD.queue, 7))
-    replies.on_claim(Message("c", "answer", encode(held), None))
-    assert accuser.accuses(held, 2.0)
-    replies.given_back(reply)
+    reply, held = accused(replies, accuser)
     times_s[0] = 2.1
     first = Outbox("r", "c").add([5], "Hello")
     replies.on_frames(Message("f", "", encode([first]), None))

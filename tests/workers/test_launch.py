@@ -133,18 +133,18 @@ def test_the_environment_is_set_whatever_was_there(monkeypatch: pytest.MonkeyPat
 
 def test_vllms_sockets_are_in_a_folder_that_goes_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(launch.SOCKETS_AT, raising=False)
-    launch.keep_sockets(Path("/tmp/headrace-1"))
-    launch.keep_sockets(Path("/tmp/headrace-2"))
-    assert os.environ[launch.SOCKETS_AT] == "/tmp/headrace-1", "an operator's, or another engine's, stays"
-    launch.forget_sockets(Path("/tmp/headrace-2"))
+    launch.keep_sockets(Path("one"))
+    launch.keep_sockets(Path("another"))
+    assert os.environ[launch.SOCKETS_AT] == "one", "an operator's, or another engine's, stays"
+    launch.forget_sockets(Path("another"))
     assert launch.SOCKETS_AT in os.environ
-    launch.forget_sockets(Path("/tmp/headrace-1"))
+    launch.forget_sockets(Path("one"))
     assert launch.SOCKETS_AT not in os.environ
 
 
 def test_a_folder_whose_path_is_too_long_for_sockets_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(launch.SOCKETS_AT, raising=False)
-    launch.keep_sockets(Path("/tmp") / ("long" * 20))
+    launch.keep_sockets(Path("long" * 25))
     assert launch.SOCKETS_AT not in os.environ
 
 
